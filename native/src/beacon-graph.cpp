@@ -1,0 +1,532 @@
+#include "beacon-graph.h"
+
+#include "beaconkv.h"
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <map>
+
+// softmax with this scale picks the maximum of cosine similarities: the rest has no weight beyond 1e-5 below it
+static constexpr float MAX_SCALE = 1e6f;
+
+// the largest logits tensor of a layer, bytes; more probes are scored in blocks
+static constexpr size_t MAX_BLOCK_BYTES = 32u * 1024 * 1024;
+
+// inputs with data that is known when the graph is built
+class llm_graph_input_beacon_data : public llm_graph_input_i {
+public:
+    explicit llm_graph_input_beacon_data(const llama_kv_cache * kv) : kv(kv) {}
+
+    void set_input(const llama_ubatch *) override {
+        for (const auto & [tensor, data] : tensors) {
+            if (tensor->buffer) {
+                ggml_backend_tensor_set(tensor, data.data(), 0, data.size());
+            }
+        }
+        if (k_rot && k_rot->buffer) {
+            kv->set_input_k_rot(k_rot);
+        }
+    }
+
+    template <typename T>
+    ggml_tensor * add(ggml_context * ctx, ggml_type type, int64_t ne0, int64_t ne1, const std::vector<T> & data) {
+        if (data.empty()) {
+            return nullptr;
+        }
+
+        ggml_tensor * tensor = ggml_new_tensor_2d(ctx, type, ne0, ne1);
+        GGML_ASSERT(ggml_nbytes(tensor) == data.size() * sizeof(T));
+        ggml_set_input(tensor);
+
+        const auto * bytes = (const uint8_t *) data.data();
+        tensors.emplace_back(tensor, std::vector<uint8_t>(bytes, bytes + ggml_nbytes(tensor)));
+        return tensor;
+    }
+
+    ggml_tensor * k_rot = nullptr; // Hadamard rotation of quantised caches, k_rot^2 == I
+
+private:
+    const llama_kv_cache * kv;
+
+    std::vector<std::pair<ggml_tensor *, std::vector<uint8_t>>> tensors;
+};
+
+// one stream's plane of a tensor [.., .., n_stream]
+static ggml_tensor * stream_view_2d(ggml_context * ctx, ggml_tensor * t, uint32_t stream, int64_t ne0, int64_t ne1) {
+    return ggml_view_2d(ctx, t, ne0, ne1, ggml_row_size(t->type, ne0), stream * t->nb[2]);
+}
+
+// probes that are scored at once
+static int64_t block_size(const beacon_plan & plan, const beacon_layer & layer) {
+    return std::max<int64_t>(16, MAX_BLOCK_BYTES / (plan.n() * layer.n_head_kv * sizeof(float)));
+}
+
+namespace {
+
+// builds the score graph; a struct because its steps share the inputs
+struct score_builder {
+    const beacon_plan &   plan;
+    const beacon_params & params;
+    const llama_cparams & cparams;
+    const llama_model &   model;
+    const llama_hparams & hparams;
+
+    ggml_context * ctx;
+    ggml_cgraph *  gf;
+
+    llm_graph_input_beacon_data * inp;
+
+    ggml_tensor * track_rows  = nullptr; // I32 [n_track]
+    ggml_tensor * track_back  = nullptr; // I32 [n_track] positions, negative: undoes the rotation
+    ggml_tensor * recent_rows = nullptr; // I32 [n_recent]
+    ggml_tensor * future      = nullptr; // I32 [1] position that the beacons are rotated to
+    ggml_tensor * eye         = nullptr; // F32 [n_beacon, n_beacon]
+    ggml_tensor * mask_newer  = nullptr; // F16 [n_newer, n]
+
+    std::map<int64_t, ggml_tensor *> kv_rows; // by n_head_kv: I32 [n*n_head_kv]
+    std::map<int64_t, ggml_tensor *> masks;   // by heads of a group: F16 [n, n_beacon + n_recent*n_group]
+
+    int64_t n() const { return plan.n(); }
+    int64_t n_newer() const { return std::min<int64_t>(params.window / 2, (n() + 1) / 2); }
+
+    // rotation by a position, with the arguments of llama_kv_cache::build_rope_shift
+    ggml_tensor * rope(ggml_tensor * x, ggml_tensor * pos, bool undo, int il) {
+        if (!hparams.has_rope(il) || hparams.rope_type == LLAMA_ROPE_TYPE_NONE) {
+            return x;
+        }
+
+        const bool is_mrope =
+            hparams.rope_type == LLAMA_ROPE_TYPE_MROPE || hparams.rope_type == LLAMA_ROPE_TYPE_IMROPE;
+
+        const float freq_scale  = model.get_rope_freq_scale(cparams, il);
+        float       attn_factor = cparams.yarn_attn_factor;
+        if (undo) {
+            // the rotation also scales (YaRN's magnitude, see rope_yarn in ggml): its inverse has to scale back
+            const float mscale =
+                attn_factor * (cparams.yarn_ext_factor != 0.0f ? 1.0f + 0.1f * logf(1.0f / freq_scale) : 1.0f);
+            attn_factor /= mscale * mscale;
+        }
+
+        return ggml_rope_ext(
+            ctx, x, pos, model.get_rope_factors(cparams, il), hparams.n_rot(il),
+            is_mrope ? LLAMA_ROPE_TYPE_NEOX : hparams.rope_type, cparams.n_ctx_orig_yarn,
+            model.get_rope_freq_base(cparams, il), freq_scale, cparams.yarn_ext_factor, attn_factor,
+            cparams.yarn_beta_fast, cparams.yarn_beta_slow);
+    }
+
+    // stored queries, [n_embd_head, n_head, n_rows]
+    ggml_tensor * get_queries(const beacon_layer & layer, ggml_tensor * rows) {
+        ggml_tensor * q = stream_view_2d(ctx, layer.q, plan.stream, layer.q->ne[0], layer.q->ne[1]);
+        return ggml_reshape_3d(ctx, ggml_get_rows(ctx, q, rows), layer.n_embd_head_k, layer.n_head, rows->ne[0]);
+    }
+
+    // [n_embd_head, n_head, n_rows] -> [n_embd_head, n_group*n_rows, n_head_kv], the group's head outermost or innermost
+    ggml_tensor * pool_group(const beacon_layer & layer, ggml_tensor * q, bool head_outermost) {
+        const int64_t n_group = layer.n_head / layer.n_head_kv;
+        const int64_t n_rows  = q->ne[2];
+
+        q = ggml_reshape_4d(ctx, q, layer.n_embd_head_k, n_group, layer.n_head_kv, n_rows);
+        q = head_outermost ? ggml_permute(ctx, q, 0, 2, 3, 1) : ggml_permute(ctx, q, 0, 1, 3, 2);
+
+        return ggml_cont_3d(ctx, q, layer.n_embd_head_k, n_group * n_rows, layer.n_head_kv);
+    }
+
+    // this stream's beacons, [ne0, n_beacon, n_head_kv]
+    ggml_tensor * beacon_view(ggml_tensor * t) {
+        return ggml_view_3d(ctx, t, t->ne[0], t->ne[1], t->ne[2], t->nb[1], t->nb[2], plan.stream * t->nb[3]);
+    }
+
+    struct beacons {
+        ggml_tensor * mean;  // [n_embd_head, n_beacon, n_head_kv]
+        ggml_tensor * count; // [1, n_beacon, n_head_kv]
+        ggml_tensor * norm;  // [1, n_beacon, n_head_kv]
+    };
+
+    // fold queries x [n_embd_head, n_points, n_head_kv] into the centroids by cosine assignment and running mean
+    beacons track(const beacon_layer & layer, const beacons & old, ggml_tensor * x) {
+        const int64_t d        = layer.n_embd_head_k;
+        const int64_t h        = layer.n_head_kv;
+        const int64_t m        = params.n_beacon;
+        const int64_t n_points = x->ne[1];
+
+        ggml_tensor * sim = ggml_mul_mat(ctx, ggml_l2_norm(ctx, old.mean, 1e-12f), ggml_l2_norm(ctx, x, 1e-12f));
+        ggml_tensor * idx = ggml_argmax(ctx, ggml_reshape_2d(ctx, sim, m, n_points * h));
+
+        // one-hot labels, [n_points, m, h]
+        ggml_tensor * label = ggml_reshape_3d(ctx, ggml_get_rows(ctx, eye, idx), m, n_points, h);
+        label               = ggml_cont(ctx, ggml_transpose(ctx, label));
+
+        ggml_tensor * len   = ggml_sqrt(ctx, ggml_sum_rows(ctx, ggml_sqr(ctx, x)));
+        ggml_tensor * x_sum = ggml_mul_mat(ctx, ggml_cont(ctx, ggml_transpose(ctx, x)), label); // [d, m, h]
+        ggml_tensor * l_sum = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, len, n_points, 1, h), label); // [1, m, h]
+        GGML_ASSERT(x_sum->ne[0] == d);
+
+        beacons cur;
+        cur.count            = ggml_add(ctx, old.count, ggml_sum_rows(ctx, label));
+        ggml_tensor * weight = ggml_clamp(ctx, ggml_dup(ctx, cur.count), 1.0f, INFINITY);
+
+        cur.mean = ggml_div(ctx, ggml_add(ctx, ggml_mul(ctx, old.mean, old.count), x_sum), weight);
+        cur.norm = ggml_div(ctx, ggml_add(ctx, ggml_mul(ctx, old.norm, old.count), l_sum), weight);
+        return cur;
+    }
+
+    // sum over dimension 1 of a [n, n_probe, n_head_kv] -> [n, 1, n_head_kv], by halves
+    ggml_tensor * sum_probes(ggml_tensor * a) {
+        ggml_tensor * rest = nullptr;
+
+        const auto rows = [&](ggml_tensor * t, int64_t i0, int64_t ne1) {
+            return ggml_view_3d(ctx, t, t->ne[0], ne1, t->ne[2], t->nb[1], t->nb[2], i0 * t->nb[1]);
+        };
+
+        while (a->ne[1] > 1) {
+            const int64_t half = a->ne[1] / 2;
+            if (a->ne[1] % 2 == 1) {
+                ggml_tensor * last = rows(a, 2 * half, 1);
+                rest               = rest ? ggml_add(ctx, rest, last) : last;
+            }
+            a = ggml_add(ctx, rows(a, 0, half), rows(a, half, half));
+        }
+        return rest ? ggml_add(ctx, a, rest) : a;
+    }
+
+    // sum over the probes [p0, p1) of their softmax attention to the cells, [n, 1, n_head_kv]
+    ggml_tensor * attend(
+        const beacon_layer & layer, ggml_tensor * k, ggml_tensor * probes, int64_t p0, int64_t p1, ggml_tensor * count) {
+        const int64_t n_block = block_size(plan, layer);
+
+        ggml_tensor * mask = masks.at(layer.n_head / layer.n_head_kv);
+        ggml_tensor * sum  = nullptr;
+
+        for (int64_t b0 = p0; b0 < p1; b0 += n_block) {
+            const int64_t nb = std::min(n_block, p1 - b0);
+
+            ggml_tensor * q = ggml_cont(ctx, ggml_view_3d(
+                ctx, probes, probes->ne[0], nb, probes->ne[2], probes->nb[1], probes->nb[2], b0 * probes->nb[1]));
+
+            ggml_tensor * kq    = ggml_mul_mat(ctx, k, q); // [n, nb, n_head_kv]
+            float         scale = layer.kq_scale;
+            ggml_prec_set_acc(kq, GGML_PREC_F32);
+
+            if (hparams.attn_soft_cap) {
+                const float cap = hparams.f_attn_logit_softcapping;
+                kq    = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, scale / cap)), cap);
+                scale = 1.0f;
+            }
+
+            kq = ggml_soft_max_ext(ctx, kq, ggml_view_2d(ctx, mask, n(), nb, mask->nb[1], b0 * mask->nb[1]), scale, 0.0f);
+            if (count) {
+                // centroids that are not in use don't vote
+                kq = ggml_mul(ctx, kq, ggml_step(ctx, count));
+            }
+
+            ggml_tensor * cur = sum_probes(kq);
+            sum               = sum ? ggml_add(ctx, sum, cur) : cur;
+        }
+        return sum;
+    }
+
+    // highest cosine of each cell's key to a newer one of the last window, [1, n, n_head_kv]
+    ggml_tensor * restated(ggml_tensor * k) {
+        ggml_tensor * unit = ggml_l2_norm(ctx, k, 1e-12f);
+
+        // every other key, the newest included
+        const int64_t i0    = n() - 1 - 2 * (n_newer() - 1);
+        ggml_tensor * newer = ggml_cont(ctx, ggml_view_3d(
+            ctx, unit, unit->ne[0], n_newer(), unit->ne[2], 2 * unit->nb[1], unit->nb[2], i0 * unit->nb[1]));
+
+        ggml_tensor * sim  = ggml_mul_mat(ctx, newer, unit); // [n_newer, n, n_head_kv]
+        ggml_tensor * pick = ggml_soft_max_ext(ctx, sim, mask_newer, MAX_SCALE, 0.0f);
+        return ggml_sum_rows(ctx, ggml_mul(ctx, sim, pick));
+    }
+
+    void build_inputs();
+    void build_layer(const beacon_layer & layer, bool trace, beacon_scores & out);
+
+    std::vector<ggml_tensor *> commits; // copies of new centroids into place, last in the graph
+
+    void output(ggml_tensor *& dst, ggml_tensor * t) {
+        dst = t;
+        ggml_set_output(t);
+        ggml_build_forward_expand(gf, t);
+    }
+};
+
+void score_builder::build_inputs() {
+    track_rows = inp->add(ctx, GGML_TYPE_I32, plan.track_rows.size(), 1, plan.track_rows);
+
+    std::vector<int32_t> back(plan.track_pos.size());
+    std::transform(plan.track_pos.begin(), plan.track_pos.end(), back.begin(), [](int32_t p) { return -p; });
+    track_back = inp->add(ctx, GGML_TYPE_I32, back.size(), 1, back);
+
+    if (plan.init_only) {
+        return;
+    }
+
+    recent_rows = inp->add(ctx, GGML_TYPE_I32, plan.recent_rows.size(), 1, plan.recent_rows);
+    future      = inp->add(ctx, GGML_TYPE_I32, 1, 1, std::vector<int32_t>{ int32_t(plan.now + params.window / 2) });
+
+    const int64_t      m = params.n_beacon;
+    std::vector<float> eye_data(m * m, 0.0f);
+    for (int64_t i = 0; i < m; ++i) {
+        eye_data[i * m + i] = 1.0f;
+    }
+    eye = inp->add(ctx, GGML_TYPE_F32, m, m, eye_data);
+
+    const ggml_fp16_t zero = ggml_fp32_to_fp16(0.0f);
+    const ggml_fp16_t ninf = ggml_fp32_to_fp16(-INFINITY);
+
+    {
+        const int64_t            i0 = n() - 1 - 2 * (n_newer() - 1);
+        std::vector<ggml_fp16_t> data(n_newer() * n(), zero);
+        for (int64_t i = std::max<int64_t>(0, i0); i < n(); ++i) {
+            for (int64_t j = 0; j < n_newer(); ++j) {
+                data[i * n_newer() + j] = i0 + 2 * j > i ? zero : ninf;
+            }
+        }
+        mask_newer = inp->add(ctx, GGML_TYPE_F16, n_newer(), n(), data);
+    }
+
+    for (uint32_t i = plan.i0; i < plan.i1; ++i) {
+        const auto &  layer   = (*plan.layers)[i];
+        const int64_t h       = layer.n_head_kv;
+        const int64_t n_group = layer.n_head / layer.n_head_kv;
+
+        if (kv_rows.count(h) == 0) {
+            std::vector<int32_t> rows;
+            for (int64_t head = 0; head < h; ++head) {
+                for (const int32_t cell : plan.cells) {
+                    rows.push_back(cell * h + head);
+                }
+            }
+            kv_rows[h] = inp->add(ctx, GGML_TYPE_I32, n() * h, 1, rows);
+        }
+
+        if (masks.count(n_group) == 0) {
+            const int64_t            n_recent = plan.recent_pos.size();
+            std::vector<ggml_fp16_t> data(n() * (m + n_recent * n_group), zero);
+            for (int64_t j = 0; j < m + n_recent * n_group; ++j) {
+                const int32_t pos = j < m ? plan.now : plan.recent_pos[(j - m) % n_recent];
+                for (int64_t c = 0; c < n(); ++c) {
+                    const int32_t p = plan.table_pos[c];
+                    if (p < (int32_t) params.n_sink || (p >= plan.boundary && p > pos)) {
+                        data[j * n() + c] = ninf;
+                    }
+                }
+            }
+            masks[n_group] = inp->add(ctx, GGML_TYPE_F16, n(), m + n_recent * n_group, data);
+        }
+    }
+
+    inp->k_rot = plan.kv->build_input_k_rot(ctx);
+}
+
+void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_scores & out) {
+    const int     il = layer.il;
+    const int64_t d  = layer.n_embd_head_k;
+    const int64_t h  = layer.n_head_kv;
+    const int64_t m  = params.n_beacon;
+
+    ggml_tensor * q_pre = nullptr;
+    if (!plan.track_rows.empty() && (plan.init_only || plan.track || trace)) {
+        q_pre = rope(get_queries(layer, track_rows), track_back, true, il);
+        if (plan.init_only || trace) {
+            output(out.q_pre, q_pre);
+        }
+    }
+    if (plan.init_only) {
+        return;
+    }
+
+    beacons cur = { beacon_view(layer.mean), beacon_view(layer.count), beacon_view(layer.norm) };
+    if (plan.track && q_pre) {
+        const beacons old = cur;
+
+        cur = track(layer, old, pool_group(layer, q_pre, false));
+        commits.push_back(ggml_cpy(ctx, cur.mean, old.mean));
+        commits.push_back(ggml_cpy(ctx, cur.count, old.count));
+        commits.push_back(ggml_cpy(ctx, cur.norm, old.norm));
+    }
+
+    ggml_tensor * probes = ggml_mul(ctx, ggml_l2_norm(ctx, cur.mean, 1e-12f), cur.norm);
+    probes               = rope(ggml_reshape_3d(ctx, probes, d, m * h, 1), future, false, il);
+    probes               = ggml_reshape_3d(ctx, probes, d, m, h);
+    if (!plan.recent_rows.empty()) {
+        probes = ggml_concat(ctx, probes, pool_group(layer, get_queries(layer, recent_rows), true), 1);
+    }
+    if (inp->k_rot) {
+        probes = llama_mul_mat_hadamard(ctx, probes, inp->k_rot);
+    }
+
+    // keys in the order of their positions, [d, n, h]
+    ggml_tensor * k = stream_view_2d(ctx, layer.k, plan.stream, d, h * layer.k->ne[1]);
+    k               = ggml_reshape_3d(ctx, ggml_get_rows(ctx, k, kv_rows.at(h)), d, n(), h);
+
+    if (trace) {
+        output(out.probes, probes);
+        output(out.k, k);
+    }
+
+    output(out.beacon, attend(layer, k, probes, 0, m, cur.count));
+    if (probes->ne[1] > m) {
+        output(out.recent, attend(layer, k, probes, m, probes->ne[1], nullptr));
+    }
+    output(out.restated, restated(k));
+}
+
+} // namespace
+
+ggml_cgraph * beacon_build_graph_score(
+    const beacon_plan &          plan,
+    llm_graph_result *           res,
+    llama_context *              lctx,
+    bool                         trace,
+    std::vector<beacon_scores> & scores) {
+    auto inp = std::make_unique<llm_graph_input_beacon_data>(plan.kv);
+
+    score_builder b = {
+        /*.plan    =*/ plan,
+        /*.params  =*/ *plan.params,
+        /*.cparams =*/ lctx->get_cparams(),
+        /*.model   =*/ lctx->get_model(),
+        /*.hparams =*/ lctx->get_model().hparams,
+        /*.ctx     =*/ res->get_ctx(),
+        /*.gf      =*/ res->get_gf(),
+        /*.inp     =*/ inp.get(),
+    };
+
+    b.build_inputs();
+
+    scores.assign(plan.layers->size(), {});
+    for (uint32_t i = plan.i0; i < plan.i1; ++i) {
+        b.build_layer((*plan.layers)[i], trace, scores[i]);
+    }
+    // a graph that stops half-way leaves the centroids as they were
+    for (auto * commit : b.commits) {
+        ggml_build_forward_expand(b.gf, commit);
+    }
+
+    res->add_input(std::move(inp));
+
+    return b.gf;
+}
+
+uint32_t beacon_layers_per_graph(const beacon_plan & plan, int64_t max_nodes) {
+    int64_t n_blocks = 1;
+    for (const auto & layer : *plan.layers) {
+        const int64_t n_probes = plan.params->n_probe * (layer.n_head / layer.n_head_kv);
+        n_blocks               = std::max(n_blocks, n_probes / block_size(plan, layer) + 1);
+    }
+
+    // tensors that a layer creates, views included, and the inputs that all layers share
+    const int64_t n_layer  = 110 + 40 * (n_blocks + 1);
+    const int64_t n_shared = 32;
+
+    return std::max<int64_t>(1, (max_nodes - n_shared) / n_layer);
+}
+
+//
+// move
+//
+
+static size_t row_bytes_k(const beacon_layer & layer) {
+    return ggml_row_size(layer.k->type, layer.n_embd_head_k);
+}
+
+static size_t row_bytes_v(const beacon_layer & layer) {
+    return ggml_row_size(layer.v->type, layer.n_embd_head_v);
+}
+
+bool beacon_can_move_in_graph(const beacon_layer & layer) {
+    return row_bytes_k(layer) % 4 == 0 && row_bytes_v(layer) % 4 == 0;
+}
+
+// the rows of one head and cell as 32-bit words, so that every type moves unchanged: I32 [row_bytes/4, n_rows]
+static ggml_tensor * word_rows(
+    ggml_context * ctx, ggml_tensor * t, uint32_t stream, size_t row_bytes, int64_t i0, int64_t n_rows) {
+    ggml_tensor * view = ggml_view_1d(ctx, t, 1, stream * t->nb[2] + i0 * row_bytes);
+
+    view->type  = GGML_TYPE_I32;
+    view->ne[0] = row_bytes / 4;
+    view->ne[1] = n_rows;
+    view->nb[0] = 4;
+    view->nb[1] = row_bytes;
+    view->nb[2] = view->nb[1] * n_rows;
+    view->nb[3] = view->nb[2];
+
+    return view;
+}
+
+// cells at the front that stay where they are in every head
+static uint32_t n_in_place(const beacon_plan & plan) {
+    uint32_t n = 0;
+    while (n < plan.n_prefix && plan.cells[n] == (int32_t) n) {
+        ++n;
+    }
+    return n;
+}
+
+ggml_cgraph * beacon_build_graph_move(const beacon_plan & plan, llm_graph_result * res) {
+    auto * ctx = res->get_ctx();
+    auto * gf  = res->get_gf();
+
+    auto inp = std::make_unique<llm_graph_input_beacon_data>(plan.kv);
+
+    const uint32_t first = n_in_place(plan);
+
+    for (uint32_t i = plan.i0; i < plan.i1; ++i) {
+        const auto & layer = (*plan.layers)[i];
+        if (!beacon_can_move_in_graph(layer)) {
+            continue;
+        }
+
+        const int64_t h = layer.n_head_kv;
+
+        std::vector<int32_t> rows; // kept rows by cell, then head: the layout of the cache
+        for (uint32_t j = first; j < plan.n_keep; ++j) {
+            for (int64_t head = 0; head < h; ++head) {
+                rows.push_back(plan.cells[plan.keep[i][head][j]] * h + head);
+            }
+        }
+        ggml_tensor * src = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
+
+        for (ggml_tensor * t : { layer.k, layer.v }) {
+            const size_t size = t == layer.k ? row_bytes_k(layer) : row_bytes_v(layer);
+
+            ggml_tensor * all  = word_rows(ctx, t, plan.stream, size, 0, h * t->ne[1]);
+            ggml_tensor * dst  = word_rows(ctx, t, plan.stream, size, first * h, rows.size());
+            ggml_tensor * kept = ggml_get_rows(ctx, all, src); // complete before a row is overwritten
+
+            ggml_build_forward_expand(gf, ggml_cpy(ctx, kept, dst));
+        }
+    }
+
+    res->add_input(std::move(inp));
+
+    return gf;
+}
+
+void beacon_move_host(const beacon_plan & plan, uint32_t i) {
+    const auto &  layer = (*plan.layers)[i];
+    const int64_t h     = layer.n_head_kv;
+
+    for (ggml_tensor * t : { layer.k, layer.v }) {
+        const size_t size = t == layer.k ? row_bytes_k(layer) : row_bytes_v(layer);
+
+        std::vector<uint8_t> rows(t->nb[2]);
+        ggml_backend_tensor_get(t, rows.data(), plan.stream * t->nb[2], t->nb[2]);
+
+        std::vector<uint8_t> kept(plan.n_keep * h * size);
+        for (uint32_t j = 0; j < plan.n_keep; ++j) {
+            for (int64_t head = 0; head < h; ++head) {
+                const int64_t src = plan.cells[plan.keep[i][head][j]] * h + head;
+                memcpy(&kept[(j * h + head) * size], &rows[src * size], size);
+            }
+        }
+        ggml_backend_tensor_set(t, kept.data(), plan.stream * t->nb[2], kept.size());
+    }
+}

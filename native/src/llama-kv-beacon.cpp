@@ -1,0 +1,1009 @@
+#include "llama-kv-beacon.h"
+
+#include "beacon-api.h"
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+
+//
+// creation
+//
+
+std::unique_ptr<llama_kv_beacon> llama_kv_beacon::create(
+    bool v_trans, const llama_kv_cache * other, llama_swa_type swa_type, const char * name_tag) {
+    const beacon_params * pending = beacon_pending_params();
+
+    // a cache with a tag mirrors another one's cells: beacon_reserve refuses its model
+    if (!pending || swa_type != LLAMA_SWA_TYPE_NONE || name_tag[0] != '\0') {
+        return nullptr;
+    }
+    if (other) {
+        throw std::runtime_error(beacon_fail("a KV budget can't be set for a cache that shares another one's cells"));
+    }
+    if (v_trans) {
+        throw std::runtime_error(beacon_fail("a KV budget needs flash attention, which is off"));
+    }
+
+    return std::unique_ptr<llama_kv_beacon>(new llama_kv_beacon(*pending));
+}
+
+// the cache in a memory module that attends to everything
+static llama_kv_cache * find_cache(const llama_memory_i * mem) {
+    if (const auto * m = dynamic_cast<const llama_kv_cache *>(mem)) {
+        return const_cast<llama_kv_cache *>(m);
+    }
+    if (const auto * m = dynamic_cast<const llama_kv_cache_iswa *>(mem)) {
+        return m->get_base();
+    }
+    if (const auto * m = dynamic_cast<const llama_memory_hybrid *>(mem)) {
+        return m->get_mem_attn();
+    }
+    if (const auto * m = dynamic_cast<const llama_memory_hybrid_iswa *>(mem)) {
+        return m->get_mem_attn()->get_base();
+    }
+    return nullptr;
+}
+
+llama_kv_beacon * llama_kv_beacon::find(const llama_memory_i * mem) {
+    const llama_kv_cache * cache = find_cache(mem);
+
+    return cache ? cache->beacon.get() : nullptr;
+}
+
+void llama_kv_beacon::init(llama_kv_cache & cache) {
+    kv       = &cache;
+    n_stream = cache.n_stream;
+
+    if (cache.layers.empty()) {
+        throw std::runtime_error(beacon_fail("a KV budget has nothing to bound: no layer of this model attends to everything"));
+    }
+
+    const auto & hparams = cache.hparams;
+
+    std::map<ggml_backend_buffer_type_t, ggml_context_ptr> ctxs;
+
+    for (const auto & kv_layer : cache.layers) {
+        const uint32_t il = kv_layer.il;
+
+        beacon_layer layer;
+        layer.il            = il;
+        layer.n_head        = hparams.n_head(il);
+        layer.n_head_kv     = hparams.n_head_kv(il);
+        layer.n_embd_head_k = hparams.n_embd_head_k(il);
+        layer.n_embd_head_v = hparams.n_embd_head_v(il);
+        layer.pos_offs      = pos_stride;
+        layer.k             = kv_layer.k;
+        layer.v             = kv_layer.v;
+
+        pos_stride += (size_t) layer.n_head_kv * params.budget;
+
+        auto & ctx = ctxs[ggml_backend_buffer_get_type(kv_layer.k->buffer)];
+        if (!ctx) {
+            ctx.reset(ggml_init({ 4 * (1 + n_stream) * cache.layers.size() * ggml_tensor_overhead(), nullptr, true }));
+        }
+
+        const auto make = [&](ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3, const char * name) {
+            ggml_tensor * t = ggml_new_tensor_4d(ctx.get(), type, ne0, ne1, ne2, ne3);
+            ggml_format_name(t, "cache_beacon_%s_l%d", name, il);
+            return t;
+        };
+
+        const int64_t h = layer.n_head_kv;
+        const int64_t d = layer.n_embd_head_k;
+
+        layer.q     = make(GGML_TYPE_F16, d * layer.n_head, 2 * params.n_probe + 1, n_stream, 1, "q");
+        layer.mean  = make(GGML_TYPE_F32, d, params.n_beacon, h, n_stream, "mean");
+        layer.count = make(GGML_TYPE_F32, 1, params.n_beacon, h, n_stream, "count");
+        layer.norm  = make(GGML_TYPE_F32, 1, params.n_beacon, h, n_stream, "norm");
+
+        layers.push_back(layer);
+    }
+
+    for (auto & [buft, ctx] : ctxs) {
+        ggml_backend_buffer_t buf;
+        if (hparams.no_alloc) {
+            buf = ggml_backend_buft_alloc_buffer(buft, 0);
+            for (auto * t = ggml_get_first_tensor(ctx.get()); t; t = ggml_get_next_tensor(ctx.get(), t)) {
+                t->buffer = buf;
+            }
+        } else {
+            buf = ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft);
+        }
+        if (!buf) {
+            throw std::runtime_error(beacon_fail("failed to allocate the query rows and beacons of the KV budget"));
+        }
+        ggml_backend_buffer_clear(buf, 0);
+
+        LLAMA_LOG_INFO("%s: %10s beacon buffer size = %8.2f MiB\n", __func__, ggml_backend_buffer_name(buf),
+                ggml_backend_buffer_get_size(buf)/1024.0/1024.0);
+
+        ctxs_bufs.emplace_back(std::move(ctx), buf);
+    }
+
+    streams.resize(n_stream);
+    for (auto & st : streams) {
+        st.rows.init(params.n_probe, params.window);
+    }
+
+    LLAMA_LOG_INFO("%s: KV budget = %u cells per sequence, %u layers, window %u, %u sinks, %u recent, %u beacons\n",
+            __func__, params.budget, (uint32_t) layers.size(), params.window, params.n_sink, params.n_recent, params.n_beacon);
+}
+
+//
+// decode graph
+//
+
+// where the queries of each token of the ubatch go
+class llm_graph_input_beacon_q : public llm_graph_input_i {
+public:
+    explicit llm_graph_input_beacon_q(llama_kv_beacon * beacon) : beacon(beacon) {}
+
+    void set_input(const llama_ubatch * ubatch) override {
+        if (idxs->buffer) {
+            beacon->set_input_q_idxs(idxs, ubatch);
+        }
+    }
+
+    bool can_reuse(const llm_graph_params & params) override {
+        return idxs->ne[0] == params.ubatch.n_tokens;
+    }
+
+    llama_kv_beacon * beacon;
+
+    ggml_tensor * idxs = nullptr; // I64 [n_tokens] global over all streams
+};
+
+int32_t llama_kv_beacon::find_layer(int32_t il) const {
+    const auto it = std::find_if(layers.begin(), layers.end(), [&](const beacon_layer & l) { return l.il == il; });
+
+    return it == layers.end() ? -1 : it - layers.begin();
+}
+
+void llama_kv_beacon::build_store_q(
+    ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q_cur, float kq_scale, int il) {
+    const int32_t i = find_layer(il);
+    if (i < 0) {
+        return; // a layer that attends to another one's cells: that one's queries speak for it
+    }
+
+    auto & layer = layers[i];
+
+    GGML_ASSERT(q_cur->ne[0] == layer.n_embd_head_k && q_cur->ne[1] == layer.n_head);
+
+    llm_graph_input_beacon_q * inp = nullptr;
+    for (auto & other : res->inputs) {
+        inp = dynamic_cast<llm_graph_input_beacon_q *>(other.get());
+        if (inp) {
+            break;
+        }
+    }
+    if (!inp) {
+        auto input = std::make_unique<llm_graph_input_beacon_q>(this);
+
+        input->idxs = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, q_cur->ne[2]);
+        ggml_set_input(input->idxs);
+        ggml_set_name(input->idxs, "beacon_inp_q_idxs");
+
+        inp = input.get();
+        res->add_input(std::move(input));
+    }
+
+    const int64_t n_embd = q_cur->ne[0] * q_cur->ne[1];
+
+    ggml_tensor * rows = ggml_reshape_2d(ctx, layer.q, n_embd, layer.q->ne[1] * layer.q->ne[2]);
+    ggml_tensor * q    = ggml_is_contiguous(q_cur) ? ggml_reshape_2d(ctx, q_cur, n_embd, q_cur->ne[2])
+                                                   : ggml_cont_2d(ctx, q_cur, n_embd, q_cur->ne[2]);
+
+    ggml_build_forward_expand(gf, ggml_set_rows(ctx, rows, q, inp->idxs));
+
+    layer.stored   = true;
+    layer.kq_scale = kq_scale;
+}
+
+void llama_kv_beacon::set_input_q_idxs(ggml_tensor * dst, const llama_ubatch * ubatch) {
+    const uint32_t n_rows = 2 * params.n_probe + 1; // per stream
+
+    // tokens of each stream in this ubatch
+    std::vector<uint32_t> n_tokens(n_stream, 0);
+    for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
+        n_tokens[kv->seq_to_stream[ubatch->seq_id[i][0]]]++;
+    }
+
+    // a prompt has ended when a single token follows a batch: pin it if it is small
+    for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
+        auto & st = streams[kv->seq_to_stream[ubatch->seq_id[i][0]]];
+
+        const uint32_t n = n_tokens[kv->seq_to_stream[ubatch->seq_id[i][0]]];
+        if (n == 1 && st.prompt_open && st.boundary == 0 && ubatch->pos[i] <= params.budget * params.pin_share) {
+            st.n_pin = std::max<uint32_t>(st.n_pin, ubatch->pos[i]);
+        }
+        st.prompt_open = n > 1;
+
+        st.rows.push(ubatch->pos[i]);
+    }
+
+    // a row that is taken twice in one ubatch belongs to the later token, the earlier one is scrapped
+    std::vector<int64_t> idxs(ubatch->n_tokens);
+    for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
+        const uint32_t s = kv->seq_to_stream[ubatch->seq_id[i][0]];
+        idxs[i]          = (int64_t) s * n_rows + streams[s].rows.row_of(ubatch->pos[i]);
+    }
+    ggml_backend_tensor_set(dst, idxs.data(), 0, ggml_nbytes(dst));
+}
+
+//
+// sequences
+//
+
+int32_t llama_kv_beacon::stream_of(llama_seq_id seq_id) const {
+    return has_seq(seq_id) ? (int32_t) kv->seq_to_stream[seq_id] : -1;
+}
+
+bool llama_kv_beacon::has_seq(llama_seq_id seq_id) const {
+    return seq_id >= 0 && seq_id < (llama_seq_id) n_stream;
+}
+
+void llama_kv_beacon::reset_stream(stream_state & st) {
+    st.rows.reset();
+    st.has_beacons = false;
+    st.n_tracked   = 0;
+    st.n_pin       = 0;
+    st.boundary    = 0;
+    st.prompt_open = true;
+    st.pos         = {};
+}
+
+void llama_kv_beacon::clear() {
+    for (auto & st : streams) {
+        reset_stream(st);
+    }
+}
+
+bool llama_kv_beacon::can_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) const {
+    if (seq_id < 0) {
+        for (uint32_t s = 0; s < n_stream; ++s) {
+            if (!can_seq_rm(s, p0, p1)) {
+                return false;
+            }
+        }
+        return true;
+    }
+    if (!has_seq(seq_id)) {
+        return true; // nothing there
+    }
+
+    const auto &    st      = streams[stream_of(seq_id)];
+    const llama_pos pos_max = kv->v_cells[stream_of(seq_id)].seq_pos_max(seq_id);
+
+    p0 = std::max(p0, 0);
+    p1 = p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1;
+
+    if (p0 >= p1 || p0 > pos_max) {
+        return true; // nothing to remove
+    }
+
+    // every head holds these tokens, or everything that was compacted goes
+    return p0 >= st.boundary || (p0 <= (llama_pos) st.n_pin && p1 > pos_max);
+}
+
+bool llama_kv_beacon::mem_can_seq_rm(const llama_memory_i * mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    const auto * beacon = find(mem);
+    if (!beacon) {
+        return true;
+    }
+    if (!beacon->can_seq_rm(seq_id, p0, p1)) {
+        return false;
+    }
+
+    // the sliding window half has to hold the window before p0 still
+    const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(mem);
+    const auto * iswa   = hybrid ? hybrid->get_mem_attn() : dynamic_cast<const llama_kv_cache_iswa *>(mem);
+    if (!iswa || p0 <= 0) {
+        return true;
+    }
+    const auto * swa = iswa->get_swa();
+    for (uint32_t s = 0; s < beacon->n_stream; ++s) {
+        if ((seq_id < 0 || seq_id == (llama_seq_id) s) && p0 <= swa->seq_pos_max(s) &&
+                swa->seq_pos_min(s) > std::max<llama_pos>(0, p0 - (llama_pos) swa->n_swa + 1)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+bool llama_kv_beacon::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    if (!can_seq_rm(seq_id, p0, p1)) {
+        LLAMA_LOG_DEBUG("%s: seq %d: [%d, %d) reaches into evicted tokens, boundary = %d\n", __func__, seq_id, p0, p1,
+                seq_id < 0 ? 0 : boundary(seq_id));
+        return false;
+    }
+
+    p0 = std::max(p0, 0);
+    p1 = p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1;
+
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        auto & st = streams[s];
+        if ((seq_id >= 0 && seq_id != (llama_seq_id) s) || p0 >= p1) {
+            continue;
+        }
+        if (p1 <= kv->v_cells[s].seq_pos_max(s)) {
+            continue; // the end stays: the queries are history, and the tokens before it are all held or all gone
+        }
+
+        const uint32_t n_pin = std::min<uint32_t>(st.n_pin, p0);
+        if (p0 < st.boundary || p0 == 0) {
+            reset_stream(st);
+        }
+        st.n_pin       = n_pin;
+        st.prompt_open = true;
+        st.rows.drop_from(p0);
+    }
+    return true;
+}
+
+bool llama_kv_beacon::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    if (seq_id_src == seq_id_dst) {
+        return false; // nothing to do
+    }
+    if (!has_seq(seq_id_src) || !has_seq(seq_id_dst)) {
+        beacon_fail("seq_cp(%d, %d): sequences under a KV budget are 0 to %u", seq_id_src, seq_id_dst, n_stream - 1);
+        return false;
+    }
+
+    const llama_pos pos_max = kv->v_cells[stream_of(seq_id_src)].seq_pos_max(seq_id_src);
+    if (p0 > 0 || (p1 >= 0 && p1 <= pos_max)) {
+        beacon_fail("seq_cp(%d, %d, %d, %d): under a KV budget a sequence is copied as a whole, [0, %d)", seq_id_src,
+                seq_id_dst, p0, p1, pos_max + 1);
+        return false;
+    }
+
+    streams[stream_of(seq_id_dst)] = streams[stream_of(seq_id_src)];
+    return true;
+}
+
+void llama_kv_beacon::copy_stream(uint32_t ssrc, uint32_t sdst) {
+    for (const auto & layer : layers) {
+        for (ggml_tensor * t : { layer.q, layer.mean, layer.count, layer.norm }) {
+            const size_t size = ggml_nbytes(t) / n_stream;
+
+            std::vector<uint8_t> data(size);
+            ggml_backend_tensor_get(t, data.data(), ssrc * size, size);
+            ggml_backend_tensor_set(t, data.data(), sdst * size, size);
+        }
+    }
+}
+
+bool llama_kv_beacon::refuse_shift(const char * func) const {
+    beacon_fail("%s: positions can't be moved under a KV budget (llama_memory_can_shift is false)", func);
+    return true;
+}
+
+void llama_kv_beacon::memory_breakdown(std::map<ggml_backend_buffer_type_t, size_t> & mb) const {
+    for (const auto & [ctx, buf] : ctxs_bufs) {
+        auto * buft = ggml_backend_buffer_get_type(buf.get());
+        mb[buft] += kv->hparams.no_alloc ? ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), buft)
+                                         : ggml_backend_buffer_get_size(buf.get());
+    }
+}
+
+void llama_kv_beacon::check_state_write(llama_seq_id seq_id) const {
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        if ((seq_id < 0 || seq_id == (llama_seq_id) s) && streams[s].boundary > 0) {
+            throw std::runtime_error(beacon_fail("sequence %u was compacted: its state can't be saved", s));
+        }
+    }
+}
+
+//
+// compaction
+//
+
+void llama_kv_beacon::request(llama_seq_id seq_id, uint32_t n_new) {
+    streams[stream_of(seq_id)].n_new_requested = n_new;
+}
+
+bool llama_kv_beacon::is_requested() const {
+    return std::any_of(streams.begin(), streams.end(), [](const stream_state & st) { return st.n_new_requested > 0; });
+}
+
+void llama_kv_beacon::cancel() {
+    for (auto & st : streams) {
+        st.n_new_requested = 0;
+    }
+}
+
+bool llama_kv_beacon::compact(llama_context & lctx) {
+    llama_synchronize(&lctx);
+
+    bool res = true;
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        if (streams[s].n_new_requested > 0) {
+            res = compact_stream(lctx, s) && res;
+        }
+    }
+    cancel();
+
+    return res;
+}
+
+void llama_kv_beacon::list_cells(uint32_t s, std::vector<int32_t> & cells) const {
+    const auto & table = kv->v_cells[s];
+
+    cells.clear();
+    for (uint32_t i = 0; i < table.used_max_p1(); ++i) {
+        if (!table.is_empty(i)) {
+            cells.push_back(i);
+        }
+    }
+    std::stable_sort(cells.begin(), cells.end(), [&](int32_t a, int32_t b) { return table.pos_get(a) < table.pos_get(b); });
+}
+
+int32_t llama_kv_beacon::pos_true(uint32_t s, const beacon_layer & layer, uint32_t head, uint32_t cell) const {
+    const auto & st = streams[s];
+
+    const llama_pos pos = kv->v_cells[s].pos_get(cell);
+
+    // cells that were filled since the last compaction say themselves where they are
+    return pos >= st.boundary ? pos : st.pos[layer.pos_offs + (size_t) head * params.budget + cell];
+}
+
+namespace {
+
+// results of a graph on the scheduler of the context, as llama_kv_cache::update computes the K-shift
+struct graph_run {
+    llama_context &    lctx;
+    llm_graph_result * res;
+
+    explicit graph_run(llama_context & lctx) : lctx(lctx), res(lctx.get_gf_res_reserve()) {
+        ggml_backend_sched_reset(lctx.get_sched());
+        ggml_backend_sched_set_eval_callback(lctx.get_sched(), nullptr, nullptr);
+        res->reset();
+    }
+
+    bool compute(ggml_cgraph * gf, const char * what) {
+        if (!ggml_backend_sched_alloc_graph(lctx.get_sched(), gf)) {
+            beacon_fail("failed to allocate the %s graph of a compaction", what);
+            return false;
+        }
+        res->set_inputs(nullptr);
+
+        const ggml_status status = lctx.graph_compute(gf, true);
+        ggml_backend_sched_synchronize(lctx.get_sched());
+        if (status != GGML_STATUS_SUCCESS) {
+            beacon_fail("the %s graph of a compaction failed: %s", what, ggml_status_to_string(status));
+            return false;
+        }
+        return true;
+    }
+};
+
+std::vector<float> read_f32(const ggml_tensor * t) {
+    std::vector<float> data(t ? ggml_nelements(t) : 0);
+    if (t) {
+        ggml_backend_tensor_get(t, data.data(), 0, ggml_nbytes(t));
+    }
+    return data;
+}
+
+// importance = share*beacon + (1 - share)*recent, each normalised over the cells
+void mix_importance(const beacon_params & params, const float * beacon, const float * recent, uint32_t n, float * out) {
+    const double sum_b = std::accumulate(beacon, beacon + n, 0.0);
+    const double sum_r = recent ? std::accumulate(recent, recent + n, 0.0) : 0.0;
+
+    const bool has_b = sum_b > 0.0;
+    const bool has_r = sum_r > 0.0;
+
+    const double share = has_b && has_r ? params.beacon_share : has_b ? 1.0 : 0.0;
+    for (uint32_t i = 0; i < n; ++i) {
+        out[i] = (has_b ? share * beacon[i] / sum_b : 0.0) + (has_r ? (1.0 - share) * recent[i] / sum_r : 0.0);
+    }
+}
+
+} // namespace
+
+bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
+    auto & st    = streams[s];
+    auto & cells = kv->v_cells[s];
+
+    const llama_seq_id seq_id = s;
+
+    beacon_plan plan;
+    plan.params = &params;
+    plan.kv     = kv;
+    plan.layers = &layers;
+    plan.stream = s;
+
+    list_cells(s, plan.cells);
+    for (const int32_t cell : plan.cells) {
+        plan.table_pos.push_back(cells.pos_get(cell));
+    }
+
+    const uint32_t n     = plan.n();
+    const uint32_t n_new = st.n_new_requested;
+
+    plan.now      = cells.seq_pos_max(seq_id) + 1;
+    plan.boundary = st.boundary;
+    plan.n_prefix = std::lower_bound(plan.table_pos.begin(), plan.table_pos.end(),
+                            (int32_t) std::max(params.n_sink, st.n_pin)) - plan.table_pos.begin();
+
+    const int64_t n_target = (int64_t) beacon_n_held(params, plan.now + n_new) - n_new;
+    plan.n_keep            = std::max<int64_t>(n_target, plan.n_prefix + params.n_recent);
+
+    if (plan.n_keep + n_new > params.budget || plan.n_keep >= n) {
+        beacon_fail("a batch brings %u tokens of sequence %d; a KV budget of %u cells takes at most %u at once", n_new,
+                seq_id, params.budget, beacon_n_batch_max(params));
+        return false;
+    }
+
+    st.rows.list(false, plan.track_rows, plan.track_pos);
+    st.rows.list(true, plan.recent_rows, plan.recent_pos);
+
+    plan.keep.resize(layers.size());
+    if (trace_on) {
+        trace.clear();
+    }
+
+    const int64_t t0 = ggml_time_us();
+
+    int64_t t_select = 0;
+
+    std::vector<beacon_scores> scores;
+
+    const uint32_t n_per_graph = beacon_layers_per_graph(plan, lctx.get_gf_res_reserve()->get_max_nodes());
+
+    for (plan.i0 = 0; plan.i0 < layers.size(); plan.i0 = plan.i1) {
+        plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
+
+        // the first centroids come from the host
+        if (!st.has_beacons && plan.i0 >= st.n_tracked && !plan.track_rows.empty()) {
+            plan.init_only = true;
+
+            graph_run run(lctx);
+            if (!run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score")) {
+                return false;
+            }
+            for (uint32_t i = plan.i0; i < plan.i1; ++i) {
+                init_beacons(s, layers[i], read_f32(scores[i].q_pre), plan.track_rows.size());
+            }
+            st.n_tracked = plan.i1;
+        }
+        plan.init_only = false;
+        plan.track     = plan.i0 >= st.n_tracked;
+
+        if (trace_on) {
+            trace_before(plan);
+        }
+
+        graph_run run(lctx);
+        if (!run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score")) {
+            return false;
+        }
+        st.n_tracked = plan.i1;
+
+        const int64_t t1 = ggml_time_us();
+        for (uint32_t i = plan.i0; i < plan.i1; ++i) {
+            select(plan, i, scores[i]);
+        }
+        t_select += ggml_time_us() - t1;
+    }
+    // the sample is part of the centroids now
+    st.has_beacons = st.has_beacons || !plan.track_rows.empty();
+    st.n_tracked   = 0;
+    st.rows.reset_track();
+
+    const int64_t t2 = ggml_time_us();
+
+    // a move that stops half-way would lose rows: it runs to its end
+    const auto abort_callback      = lctx.abort_callback;
+    const auto abort_callback_data = lctx.abort_callback_data;
+    lctx.set_abort_callback(nullptr, nullptr);
+
+    bool moved = true;
+    for (plan.i0 = 0; moved && plan.i0 < layers.size(); plan.i0 = plan.i1) {
+        plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
+
+        graph_run run(lctx);
+        auto *    gf = beacon_build_graph_move(plan, run.res);
+        moved        = ggml_graph_n_nodes(gf) == 0 || run.compute(gf, "move");
+        for (uint32_t i = plan.i0; moved && i < plan.i1; ++i) {
+            if (!beacon_can_move_in_graph(layers[i])) {
+                beacon_move_host(plan, i);
+            }
+        }
+    }
+    lctx.set_abort_callback(abort_callback, abort_callback_data);
+    if (!moved) {
+        return false;
+    }
+
+    commit(plan);
+
+    const int64_t t3 = ggml_time_us();
+    us_score += t2 - t0 - t_select;
+    us_select += t_select;
+    us_move += t3 - t2;
+
+    LLAMA_LOG_DEBUG("%s: seq %d: %u -> %u cells at position %d, boundary %d\n", __func__, seq_id, n, plan.n_keep, plan.now, st.boundary);
+
+    return true;
+}
+
+void llama_kv_beacon::init_beacons(uint32_t s, const beacon_layer & layer, const std::vector<float> & q, uint32_t n_rows) {
+    const uint32_t d       = layer.n_embd_head_k;
+    const uint32_t m       = params.n_beacon;
+    const uint32_t n_group = layer.n_head / layer.n_head_kv;
+
+    std::vector<float> x((size_t) n_rows * n_group * d);
+    std::vector<float> mean((size_t) m * d);
+    std::vector<float> count(m);
+    std::vector<float> norm(m);
+
+    for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
+        for (uint32_t r = 0; r < n_rows; ++r) {
+            const float * src = &q[((size_t) r * layer.n_head + head * n_group) * d];
+            std::copy(src, src + n_group * d, &x[(size_t) r * n_group * d]);
+        }
+        beacon_kmeans(x.data(), n_rows * n_group, d, m, mean.data(), count.data(), norm.data());
+
+        const auto set = [&](ggml_tensor * t, const std::vector<float> & data) {
+            ggml_backend_tensor_set(t, data.data(), s * t->nb[3] + head * t->nb[2], data.size() * sizeof(float));
+        };
+        set(layer.mean, mean);
+        set(layer.count, count);
+        set(layer.norm, norm);
+    }
+}
+
+void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores & scores) {
+    const auto &   layer = layers[i];
+    const uint32_t n     = plan.n();
+
+    const auto beacon   = read_f32(scores.beacon);
+    const auto recent   = read_f32(scores.recent);
+    auto       restated = read_f32(scores.restated);
+
+    for (auto & r : restated) {
+        r = std::isfinite(r) ? std::clamp(r, 0.0f, 1.0f) : 0.0f; // no newer key: NaN
+    }
+
+    std::vector<float> importance((size_t) layer.n_head_kv * n);
+
+    auto & keep = plan.keep[i];
+    keep.resize(layer.n_head_kv);
+    for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
+        const size_t offs = (size_t) head * n;
+
+        mix_importance(params, &beacon[offs], recent.empty() ? nullptr : &recent[offs], n, &importance[offs]);
+        beacon_select(params, &importance[offs], &restated[offs], n, plan.n_prefix, plan.n_keep, keep[head]);
+    }
+
+    if (trace_on) {
+        trace_after(plan, i, scores, importance, restated);
+    }
+}
+
+void llama_kv_beacon::commit(const beacon_plan & plan) {
+    auto & st    = streams[plan.stream];
+    auto & cells = kv->v_cells[plan.stream];
+
+    const uint32_t n      = plan.n();
+    const uint32_t i_last = n - params.n_recent;                         // first recent cell before
+    const uint32_t n_mid  = plan.n_keep - plan.n_prefix - params.n_recent;
+
+    if (trace_on) {
+        trace_rows(plan, "k_after", "v_after", {});
+    }
+
+    std::vector<int32_t> pos(pos_stride);
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        for (uint32_t head = 0; head < layers[i].n_head_kv; ++head) {
+            int32_t * dst = &pos[layers[i].pos_offs + (size_t) head * params.budget];
+            for (uint32_t j = 0; j < plan.n_keep; ++j) {
+                dst[j] = pos_true(plan.stream, layers[i], head, plan.cells[plan.keep[i][head][j]]);
+            }
+        }
+    }
+
+    // what a kept cell says of its position: the truth in front and in the recent window, a stand-in between
+    std::vector<std::pair<llama_pos, llama_kv_cell_ext>> table(plan.n_keep);
+    for (uint32_t j = 0; j < plan.n_keep; ++j) {
+        const bool     is_mid = j >= plan.n_prefix && j < plan.n_prefix + n_mid;
+        const uint32_t src    = j < plan.n_prefix ? j : is_mid ? i_last - n_mid + (j - plan.n_prefix) : j + n - plan.n_keep;
+
+        table[j] = { plan.table_pos[src], cells.ext_get(plan.cells[src]) };
+        if (is_mid) {
+            table[j].first = std::max<llama_pos>(0, plan.table_pos[i_last] - (int32_t) (n_mid - (j - plan.n_prefix)));
+        }
+    }
+
+    cells.reset();
+    for (uint32_t j = 0; j < plan.n_keep; ++j) {
+        cells.pos_set(j, table[j].first);
+        cells.ext_set(j, table[j].second);
+        cells.seq_add(j, plan.stream);
+    }
+    kv->v_heads[plan.stream] = plan.n_keep;
+
+    st.pos      = std::move(pos);
+    st.boundary = std::max(st.boundary, table[plan.n_keep - params.n_recent].first);
+    st.n_compact++;
+    st.n_evicted_total += n - plan.n_keep;
+}
+
+void llama_kv_beacon::reserve(llama_context & lctx) {
+    for (const auto & layer : layers) {
+        if (!layer.stored) {
+            throw std::runtime_error(beacon_fail("layer %d of this model attends in a way that a KV budget does not cover", layer.il));
+        }
+    }
+    if (!lctx.get_cparams().flash_attn) {
+        throw std::runtime_error(beacon_fail("a KV budget needs flash attention, which the backend of this model's layers lacks"));
+    }
+    if (lctx.get_model().hparams.no_alloc) {
+        return;
+    }
+
+    // a full cache and full query rows
+    beacon_plan plan;
+    plan.params   = &params;
+    plan.kv       = kv;
+    plan.layers   = &layers;
+    plan.stream   = 0;
+    plan.now      = params.budget;
+    plan.boundary = 0;
+    plan.n_prefix = 0;
+    plan.n_keep   = params.budget;
+    plan.track    = true;
+
+    plan.cells.resize(params.budget);
+    std::iota(plan.cells.begin(), plan.cells.end(), 0);
+    plan.table_pos = plan.cells;
+
+    plan.track_rows.resize(params.n_probe);
+    plan.track_pos   = plan.track_rows;
+    plan.recent_rows = plan.track_rows;
+    plan.recent_pos  = plan.track_rows;
+
+    plan.keep.resize(layers.size());
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        plan.keep[i].assign(layers[i].n_head_kv, plan.cells);
+    }
+
+    plan.i1 = std::min<uint32_t>(beacon_layers_per_graph(plan, lctx.get_gf_res_reserve()->get_max_nodes()), layers.size());
+
+    for (const bool is_score : { true, false }) {
+        graph_run run(lctx);
+
+        std::vector<beacon_scores> scores;
+        auto * gf = is_score ? beacon_build_graph_score(plan, run.res, &lctx, false, scores) : beacon_build_graph_move(plan, run.res);
+        if (ggml_graph_n_nodes(gf) > 0 && !ggml_backend_sched_reserve(lctx.get_sched(), gf)) {
+            throw std::runtime_error(beacon_fail("not enough memory for the %s graph of a compaction", is_score ? "score" : "move"));
+        }
+    }
+}
+
+//
+// public C API
+//
+
+uint32_t llama_kv_beacon::used(llama_seq_id seq_id) const {
+    return kv->v_cells[stream_of(seq_id)].get_used();
+}
+
+llama_pos llama_kv_beacon::boundary(llama_seq_id seq_id) const {
+    return streams[stream_of(seq_id)].boundary;
+}
+
+bool llama_kv_beacon::pin(llama_seq_id seq_id, uint32_t n) {
+    auto & st = streams[stream_of(seq_id)];
+
+    const uint32_t n_max = std::max<uint32_t>(params.n_sink, params.budget * params.pin_share);
+    const uint32_t n_seq = kv->v_cells[stream_of(seq_id)].seq_pos_max(seq_id) + 1;
+    const uint32_t n_now = std::max(params.n_sink, st.n_pin);
+
+    if (n > n_max) {
+        beacon_fail("can't pin %u tokens: pin_share %g of a budget of %u cells leaves room for %u", n, params.pin_share,
+                params.budget, n_max);
+        return false;
+    }
+    if (n > n_seq) {
+        beacon_fail("can't pin %u tokens: the sequence has %u", n, n_seq);
+        return false;
+    }
+    if (st.boundary > 0 && n > n_now) {
+        beacon_fail("can't pin %u tokens: after an eviction only the first %u are held by every head", n, n_now);
+        return false;
+    }
+    st.n_pin = n;
+    return true;
+}
+
+void llama_kv_beacon::get_positions(llama_seq_id seq_id, uint32_t i, uint32_t head, std::vector<int32_t> & pos) const {
+    std::vector<int32_t> cells;
+    list_cells(stream_of(seq_id), cells);
+
+    pos.clear();
+    for (const int32_t cell : cells) {
+        pos.push_back(pos_true(stream_of(seq_id), layers[i], head, cell));
+    }
+}
+
+void llama_kv_beacon::get_memory_stats(const llama_memory_i * mem, beacon_stats & stats, llama_seq_id seq_id) {
+    const auto * cache = find_cache(mem);
+
+    size_t bytes_all = 0;
+    if (mem) {
+        for (const auto & [buft, size] : mem->memory_breakdown()) {
+            bytes_all += size;
+        }
+    }
+    if (cache) {
+        for (const auto & layer : cache->layers) {
+            stats.bytes_k += ggml_nbytes(layer.k);
+            stats.bytes_v += layer.v ? ggml_nbytes(layer.v) : 0;
+        }
+        stats.n_layer    = cache->layers.size();
+        stats.bytes_full = (stats.bytes_k + stats.bytes_v) / cache->get_size() * stats.n_ctx_seq;
+
+        for (const auto & [buft, size] : cache->memory_breakdown()) {
+            stats.bytes_allocated += size;
+        }
+        if (cache->beacon) {
+            cache->beacon->get_stats(seq_id, stats);
+        }
+    }
+    stats.bytes_other = bytes_all - stats.bytes_allocated;
+}
+
+void llama_kv_beacon::get_stats(llama_seq_id seq_id, beacon_stats & stats) const {
+    for (uint32_t s = 0; s < n_stream; ++s) {
+        const auto & st = streams[s];
+
+        stats.bytes_host += st.pos.size() * sizeof(int32_t);
+        if (seq_id >= 0 && seq_id != (llama_seq_id) s) {
+            continue;
+        }
+        const uint64_t n_logical = kv->v_cells[s].seq_pos_max(s) + 1;
+        const uint64_t n_held    = kv->v_cells[s].get_used();
+
+        stats.n_logical += n_logical;
+        stats.n_held += n_held;
+        stats.n_evicted += n_logical - std::min(n_logical, n_held);
+        stats.n_pinned += st.n_pin;
+        stats.n_compact += st.n_compact;
+        stats.n_evicted_total += st.n_evicted_total;
+    }
+
+    for (const auto & layer : layers) {
+        stats.bytes_ring += ggml_nbytes(layer.q);
+        stats.bytes_beacon += ggml_nbytes(layer.mean) + ggml_nbytes(layer.count) + ggml_nbytes(layer.norm);
+    }
+    stats.budget     = params.budget;
+    stats.us_score   = us_score;
+    stats.us_select  = us_select;
+    stats.us_move    = us_move;
+    stats.us_compact = us_score + us_select + us_move;
+}
+
+//
+// trace
+//
+
+void llama_kv_beacon::set_trace(bool on) {
+    trace_on = on;
+    trace.clear();
+}
+
+const std::vector<uint8_t> * llama_kv_beacon::get_trace(int32_t il, const std::string & name) const {
+    const auto it = trace.find({ il, name });
+
+    return it == trace.end() ? nullptr : &it->second;
+}
+
+template <typename T> void llama_kv_beacon::keep_trace(int32_t il, const char * name, const std::vector<T> & data) {
+    const auto * bytes = (const uint8_t *) data.data();
+
+    trace[{ il, name }] = std::vector<uint8_t>(bytes, bytes + data.size() * sizeof(T));
+}
+
+// beacons of one stream, [n_head_kv][n_beacon][ne0]
+static std::vector<float> read_beacons(const ggml_tensor * t, uint32_t s) {
+    std::vector<float> data(t->nb[3] / sizeof(float));
+    ggml_backend_tensor_get(t, data.data(), s * t->nb[3], t->nb[3]);
+    return data;
+}
+
+static std::vector<uint8_t> read_rows(const ggml_tensor * t, uint32_t s, const std::vector<int32_t> & cells) {
+    std::vector<uint8_t> data(cells.size() * t->nb[1]);
+    for (size_t i = 0; i < cells.size(); ++i) {
+        ggml_backend_tensor_get(t, &data[i * t->nb[1]], s * t->nb[2] + cells[i] * t->nb[1], t->nb[1]);
+    }
+    return data;
+}
+
+static std::vector<float> read_queries(const ggml_tensor * t, uint32_t s, const std::vector<int32_t> & rows) {
+    const auto data = read_rows(t, s, rows);
+
+    std::vector<float> res(rows.size() * t->ne[0]);
+    ggml_fp16_to_fp32_row((const ggml_fp16_t *) data.data(), res.data(), res.size());
+    return res;
+}
+
+void llama_kv_beacon::trace_rows(const beacon_plan & plan, const char * k_name, const char * v_name, std::vector<int32_t> cells) {
+    if (cells.empty()) {
+        cells.resize(plan.n_keep);
+        std::iota(cells.begin(), cells.end(), 0);
+    }
+    for (const auto & layer : layers) {
+        keep_trace(layer.il, k_name, read_rows(layer.k, plan.stream, cells));
+        keep_trace(layer.il, v_name, read_rows(layer.v, plan.stream, cells));
+    }
+}
+
+void llama_kv_beacon::trace_before(const beacon_plan & plan) {
+    const uint32_t s = plan.stream;
+
+    if (plan.i0 == 0) {
+        trace_rows(plan, "k", "v", plan.cells);
+    }
+    for (uint32_t i = plan.i0; i < plan.i1; ++i) {
+        const auto & layer = layers[i];
+
+        keep_trace(layer.il, "meta", std::vector<int32_t>{ (int32_t) plan.n(), (int32_t) plan.track_rows.size(),
+                (int32_t) plan.recent_rows.size(), (int32_t) plan.n_keep, (int32_t) plan.n_prefix, plan.boundary, plan.now,
+                (int32_t) layer.n_head });
+
+        std::vector<int32_t> pos;
+        for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
+            for (const int32_t cell : plan.cells) {
+                pos.push_back(pos_true(s, layer, head, cell));
+            }
+        }
+        keep_trace(layer.il, "pos", pos);
+        keep_trace(layer.il, "table_pos", plan.table_pos);
+        keep_trace(layer.il, "q_track", read_queries(layer.q, s, plan.track_rows));
+        keep_trace(layer.il, "q_track_pos", plan.track_pos);
+        keep_trace(layer.il, "q_recent", read_queries(layer.q, s, plan.recent_rows));
+        keep_trace(layer.il, "q_recent_pos", plan.recent_pos);
+
+        // of the first centroids the host made both
+        const bool is_first = !streams[s].has_beacons;
+        for (const auto & [name, t] : { std::pair<std::string, ggml_tensor *>{ "centroids", layer.mean },
+                                        { "counts", layer.count }, { "norms", layer.norm } }) {
+            auto data = read_beacons(t, s);
+            if (is_first) {
+                std::fill(data.begin(), data.end(), 0.0f);
+            }
+            keep_trace(layer.il, (name + "_before").c_str(), data);
+        }
+    }
+}
+
+void llama_kv_beacon::trace_after(const beacon_plan & plan, uint32_t i, const beacon_scores & scores,
+        const std::vector<float> & importance, const std::vector<float> & restated) {
+    const auto & layer = layers[i];
+
+    keep_trace(layer.il, "q_pre", read_f32(scores.q_pre));
+    keep_trace(layer.il, "probes", read_f32(scores.probes));
+    keep_trace(layer.il, "k_f32", read_f32(scores.k));
+    keep_trace(layer.il, "centroids", read_beacons(layer.mean, plan.stream));
+    keep_trace(layer.il, "counts", read_beacons(layer.count, plan.stream));
+    keep_trace(layer.il, "norms", read_beacons(layer.norm, plan.stream));
+    keep_trace(layer.il, "importance", importance);
+    keep_trace(layer.il, "restated", restated);
+
+    std::vector<int32_t> keep;
+    for (const auto & head : plan.keep[i]) {
+        keep.insert(keep.end(), head.begin(), head.end());
+    }
+    keep_trace(layer.il, "keep", keep);
+}
