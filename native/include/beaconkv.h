@@ -32,51 +32,50 @@ extern "C" {
 struct llama_context;
 
 enum beacon_status {
-    BEACON_OK              = 0,
-    BEACON_INVALID         = 1, // an argument is out of its range
-    BEACON_UNSUPPORTED     = 2, // this model or context cannot live in a budget
-    BEACON_BAD_STATE       = 3, // not possible in the state that the cache is in
-    BEACON_BUFFER_TOO_SMALL = 4, // *n has the count that is needed
+    BEACON_OK               = 0,
+    BEACON_INVALID          = 1,  // an argument is out of its range
+    BEACON_BAD_STATE        = 2,  // not possible in the state that the cache is in
+    BEACON_BUFFER_TOO_SMALL = 3,  // *n has the count that is needed
 };
 
 // Parameters of a bounded cache. Defaults (beacon_params_default) in brackets.
 struct beacon_params {
-    uint32_t budget;       // KV cells per attention layer and sequence; 0: no budget           [0]
-    uint32_t window;       // decode tokens between two compactions = cells that one frees       [128]
-    uint32_t n_sink;       // first positions, never evicted, left out of the scoring softmax    [4]
-    uint32_t n_recent;     // newest positions, never evicted                                    [32]
-    uint32_t n_beacon;     // centroids per layer and KV head                                    [16]
-    uint32_t n_probe;      // recent queries kept per layer as probes, and as many for tracking  [32]
-    float    beacon_share; // share of the beacons in the importance, 0 to 1                     [0.5]
-    float    restated;     // importance *= 1 - restated * similarity to a newer key, 0 to 1     [1.0]
-    float    quota;        // share of the free cells for the least restated keys, 0 to 1        [0.5]
-    float    pin_share;    // a prompt of up to this share of the budget is pinned, 0 to 0.5     [0.25]
+    uint32_t budget;        // KV cells per attention layer and sequence; 0: no budget           [0]
+    uint32_t window;        // decode tokens between two compactions = cells that one frees       [128]
+    uint32_t n_sink;        // first positions, never evicted, left out of the scoring softmax    [4]
+    uint32_t n_recent;      // newest positions, never evicted                                    [32]
+    uint32_t n_beacon;      // centroids per layer and KV head                                    [16]
+    uint32_t n_probe;       // recent queries kept per layer as probes, and as many for tracking  [16]
+    float    beacon_share;  // share of the beacons in the importance, 0 to 1                     [0.5]
+    float    restated;      // importance *= 1 - restated * similarity to a newer key, 0 to 1     [1.0]
+    float    quota;         // share of the free cells for the least restated keys, 0 to 1        [0.5]
+    float    pin_share;     // a prompt of up to this share of the budget is pinned, 0 to 0.5     [0.25]
 };
 
 // What a context holds. Counts are of one sequence, or of all with seq_id -1; times and bytes always of the context.
 struct beacon_stats {
-    uint32_t budget;          // cells per sequence, 0 without a budget
-    uint32_t n_ctx_seq;       // logical context per sequence, tokens
-    uint32_t n_seq_max;       // sequences that the context was made for
-    uint32_t n_layer;         // layers that live in the budget (without one: that have a full-attention cache)
-    uint64_t n_logical;       // tokens that the sequence has seen and not removed
-    uint64_t n_held;          // cells in use per layer
-    uint64_t n_evicted;       // n_logical - n_held
-    uint64_t n_pinned;        // first positions that no compaction moves
-    uint64_t n_compact;       // compactions so far
-    uint64_t n_evicted_total; // cells that they evicted, per layer
-    uint64_t bytes_k;         // K of the budgeted layers
-    uint64_t bytes_v;         // V of the budgeted layers
-    uint64_t bytes_ring;      // query rows
-    uint64_t bytes_beacon;    // centroids, counts and norms
-    uint64_t bytes_allocated; // what ggml's buffers of these four really take, padding included
-    uint64_t bytes_other;     // SWA and recurrent caches of the same model: the budget leaves them alone
-    uint64_t bytes_host;      // positions per layer, KV head and cell, in host memory
-    uint64_t bytes_full;      // K and V of the same layers in a cache of n_ctx_seq cells
-    int64_t  us_compact;      // microseconds in compactions, and of these:
-    int64_t  us_score;        //   track, probe, importance, restated
-    int64_t  us_select;       //   choice on the host
-    int64_t  us_move;         //   rows to the front
+    uint32_t budget;           // cells per sequence, 0 without a budget
+    uint32_t n_ctx_seq;        // logical context per sequence, tokens
+    uint32_t n_seq_max;        // sequences that the context was made for
+    uint32_t n_layer;          // layers that live in the budget (without one: that have a full-attention cache)
+    uint64_t n_logical;        // tokens that the sequence has seen and not removed
+    uint64_t n_held;           // cells in use per layer
+    uint64_t n_evicted;        // n_logical - n_held
+    uint64_t n_pinned;         // first positions that no compaction moves
+    uint64_t n_compact;        // compactions so far
+    uint64_t n_evicted_total;  // cells that they evicted, per layer
+    uint64_t bytes_k;          // K of the budgeted layers
+    uint64_t bytes_v;          // V of the budgeted layers
+    uint64_t bytes_ring;       // query rows
+    uint64_t bytes_beacon;     // centroids, counts and norms
+    uint64_t bytes_allocated;  // what ggml's buffers of these four really take, padding included
+    uint64_t bytes_other;      // SWA and recurrent caches of the same model: the budget leaves them alone
+    uint64_t bytes_host;       // positions and key similarities per layer, KV head and cell, in host memory
+    uint64_t bytes_full;       // K and V of the same layers in a cache of n_ctx_seq cells
+    int64_t  us_compact;       // microseconds in compactions, and of these:
+    int64_t  us_score;         //   track, probe, importance, restated
+    int64_t  us_select;        //   choice on the host
+    int64_t  us_move;          //   rows to the front
 };
 
 BEACON_API const char * beacon_version(void);
@@ -112,17 +111,21 @@ BEACON_API int beacon_get_layers(const struct llama_context * ctx, int32_t * il,
 BEACON_API uint32_t beacon_n_head_kv(const struct llama_context * ctx, int32_t il);
 
 // Positions that KV head `head` of layer il holds, ascending. *n: in, capacity of pos; out, how many there are.
-BEACON_API int beacon_get_positions(
-        const struct llama_context * ctx, int32_t seq_id, int32_t il, int32_t head, int32_t * pos, size_t * n);
+BEACON_API int beacon_get_positions(const struct llama_context * ctx,
+                                    int32_t                      seq_id,
+                                    int32_t                      il,
+                                    int32_t                      head,
+                                    int32_t *                    pos,
+                                    size_t *                     n);
 
 // Pin the first n positions of the sequence: no later compaction evicts them. They must all be held by every head.
-// At most half of the budget. A smaller n than before unpins; 0 leaves the sinks.
+// At most max(n_sink, pin_share * budget). A smaller n than before unpins; 0 leaves the sinks.
 BEACON_API int beacon_pin(struct llama_context * ctx, int32_t seq_id, uint32_t n);
 
 // First position from which every head still holds every token; 0 if nothing was ever evicted; negative: no such sequence.
 BEACON_API int32_t beacon_boundary(const struct llama_context * ctx, int32_t seq_id);
 
-// Would llama_memory_seq_rm(seq_id, p0, p1) succeed? p0 < 0: from 0; p1 < 0: to the end.
+// Would llama_memory_seq_rm(seq_id, p0, p1) succeed? (Recurrent layers with rollback snapshots answer for themselves.) p0 < 0: from 0; p1 < 0: to the end.
 BEACON_API bool beacon_can_seq_rm(const struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1);
 
 // Keep the intermediate results of the last compaction of each layer, for tests and pictures. Slow; off by default.
@@ -140,10 +143,16 @@ BEACON_API int beacon_set_trace(struct llama_context * ctx, bool on);
 //   "q_recent"   f32    [R][n_head][d] after RoPE        "q_recent_pos" int32 [R]
 //   "centroids_before", "centroids" f32 [H][m][d]        "counts_before", "counts", "norms_before", "norms" f32 [H][m]
 //   "probes"     f32    [H][P][d] beacons, then recent queries (head of the group outermost), as multiplied with K
-//   "importance" f32    [H][n]                           "restated"   f32 [H][n]
+//   "importance" f32    [H][n]
+//   "newer"      int32  [..]      indices into n, ascending: the keys that others were compared with
+//   "restated_before", "restated" f32 [H][n]  as kept from earlier compactions, and after this comparison
+//   "twin"       int32  [H][n]    index into n of the newer key that "restated" speaks of, or -1
 //   "keep"       int32  [H][n_keep] indices into n, ascending
-BEACON_API int beacon_get_trace(
-        const struct llama_context * ctx, int32_t il, const char * name, void * dst, size_t * n);
+BEACON_API int beacon_get_trace(const struct llama_context * ctx,
+                                int32_t                      il,
+                                const char *                 name,
+                                void *                       dst,
+                                size_t *                     n);
 
 // cdef end
 

@@ -15,9 +15,9 @@
 #include <stdexcept>
 #include <string>
 
-static thread_local std::string     g_last_error;
-static thread_local beacon_params   g_pending;
-static thread_local bool            g_has_pending = false;
+static thread_local std::string   g_last_error;
+static thread_local beacon_params g_pending;
+static thread_local bool          g_has_pending = false;
 
 const beacon_params * beacon_pending_params() {
     return g_has_pending ? &g_pending : nullptr;
@@ -111,13 +111,16 @@ bool beacon_init_params(const llama_model & model, llama_context_params & params
 
     const uint32_t n_batch_max = beacon_n_batch_max(g_pending);
     if (params.n_batch > n_batch_max) {
-        LLAMA_LOG_INFO("beaconkv: n_batch = %u, clamped to %u for a KV budget of %u cells\n", params.n_batch, n_batch_max,
-                g_pending.budget);
+        LLAMA_LOG_INFO("beaconkv: n_batch = %u, clamped to %u for a KV budget of %u cells\n", params.n_batch,
+                       n_batch_max, g_pending.budget);
     }
     params.n_batch  = std::min(params.n_batch, n_batch_max);
     params.n_ubatch = std::min(params.n_ubatch, n_batch_max);
 
-    params.kv_unified = false; // each sequence in a stream of its own
+    params.kv_unified = false;  // each sequence in a stream of its own
+
+    // upstream checks that the layers' backend has it, beacon_reserve refuses if not
+    params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_AUTO;
     return true;
 }
 
@@ -125,8 +128,9 @@ void beacon_reserve(llama_context & lctx) {
     if (auto * beacon = llama_kv_beacon::find(lctx.get_memory())) {
         beacon->reserve(lctx);
     } else if (g_has_pending) {
-        throw std::runtime_error(beacon_fail("%s can't live in a KV budget: its memory has caches that mirror each other's cells",
-                lctx.get_model().arch_name().c_str()));
+        throw std::runtime_error(
+            beacon_fail("%s can't live in a KV budget: its memory has caches that mirror each other's cells",
+                        lctx.get_model().arch_name().c_str()));
     }
 }
 
@@ -146,13 +150,15 @@ int beacon_make_room(llama_context & lctx, const llama_batch_allocr & balloc) {
         }
         if (balloc.seq_pos_max(s) >= (llama_pos) lctx.n_ctx_seq()) {
             beacon_fail("position %d of sequence %u is past the logical context of %u tokens", balloc.seq_pos_max(s), s,
-                    lctx.n_ctx_seq());
+                        lctx.n_ctx_seq());
             return 1;
         }
         n_new[s] = n_seq == 1 ? balloc.get_n_tokens() : balloc.seq_pos_max(s) - balloc.seq_pos_min(s) + 1;
     }
 
-    const auto fits = [&](uint32_t s) { return beacon->used(s) + n_new[s] <= beacon->kv_size(); };
+    const auto fits = [&](uint32_t s) {
+        return beacon->used(s) + n_new[s] <= beacon->kv_size();
+    };
 
     for (uint32_t s = 0; s < n_seq; ++s) {
         if (!fits(s)) {
@@ -168,7 +174,7 @@ int beacon_make_room(llama_context & lctx, const llama_batch_allocr & balloc) {
 
     for (uint32_t s = 0; s < n_seq; ++s) {
         if (!fits(s)) {
-            return 1; // compact() said why
+            return 1;  // compact() said why
         }
     }
     return 0;
@@ -192,16 +198,16 @@ const char * beacon_last_error(void) {
 
 void beacon_params_default(beacon_params * params) {
     *params = {
-        /*.budget       =*/ 0,
-        /*.window       =*/ 128,
-        /*.n_sink       =*/ 4,
-        /*.n_recent     =*/ 32,
-        /*.n_beacon     =*/ 16,
-        /*.n_probe      =*/ 32,
-        /*.beacon_share =*/ 0.5f,
-        /*.restated     =*/ 1.0f,
-        /*.quota        =*/ 0.5f,
-        /*.pin_share    =*/ 0.25f,
+        /*.budget       =*/0,
+        /*.window       =*/128,
+        /*.n_sink       =*/4,
+        /*.n_recent     =*/32,
+        /*.n_beacon     =*/16,
+        /*.n_probe      =*/16,
+        /*.beacon_share =*/0.5f,
+        /*.restated     =*/1.0f,
+        /*.quota        =*/0.5f,
+        /*.pin_share    =*/0.25f,
     };
 }
 
@@ -223,6 +229,7 @@ int beacon_params_check(const beacon_params * params, uint32_t n_ctx_seq) {
         { "n_beacon", params->n_beacon, 1, 256           },
         { "n_probe",  params->n_probe,  1, 1024          },
     };
+
     for (const auto & c : counts) {
         if (c.value < c.min || c.value > c.max) {
             return fail(BEACON_INVALID, "%s = %u is not in [%u, %u]", c.name, c.value, c.min, c.max);
@@ -239,8 +246,9 @@ int beacon_params_check(const beacon_params * params, uint32_t n_ctx_seq) {
         { "quota",        params->quota,        1.0f },
         { "pin_share",    params->pin_share,    0.5f },
     };
+
     for (const auto & s : shares) {
-        if (!(s.value >= 0.0f && s.value <= s.max)) { // NaN too
+        if (!(s.value >= 0.0f && s.value <= s.max)) {  // NaN too
             return fail(BEACON_INVALID, "%s = %g is not in [0, %g]", s.name, s.value, s.max);
         }
     }
@@ -250,11 +258,14 @@ int beacon_params_check(const beacon_params * params, uint32_t n_ctx_seq) {
     }
     if (beacon_n_batch_max(*params) < 1) {
         return fail(BEACON_INVALID,
-                "budget = %u leaves no cell for a batch: sinks (%u) or pinned prompt (%g of it), %u recent and a window of %u "
-                "come first", params->budget, params->n_sink, params->pin_share, params->n_recent, params->window);
+                    "budget = %u leaves no cell for a batch: sinks (%u) or pinned prompt (%g of it), %u recent and a "
+                    "window of %u "
+                    "come first",
+                    params->budget, params->n_sink, params->pin_share, params->n_recent, params->window);
     }
     if (n_ctx_seq > 0 && params->budget > n_ctx_seq) {
-        return fail(BEACON_INVALID, "budget = %u is more than the context of %u tokens per sequence", params->budget, n_ctx_seq);
+        return fail(BEACON_INVALID, "budget = %u is more than the context of %u tokens per sequence", params->budget,
+                    n_ctx_seq);
     }
     return BEACON_OK;
 }
@@ -363,7 +374,12 @@ uint32_t beacon_n_head_kv(const llama_context * ctx, int32_t il) {
     return i < 0 ? 0 : beacon->get_layers()[i].n_head_kv;
 }
 
-int beacon_get_positions(const llama_context * ctx, int32_t seq_id, int32_t il, int32_t head, int32_t * pos, size_t * n) {
+int beacon_get_positions(const llama_context * ctx,
+                         int32_t               seq_id,
+                         int32_t               il,
+                         int32_t               head,
+                         int32_t *             pos,
+                         size_t *              n) {
     int    status;
     auto * beacon = get_beacon(ctx, seq_id, status);
     if (!beacon) {

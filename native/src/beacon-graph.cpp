@@ -10,16 +10,19 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <numeric>
 
-// softmax with this scale picks the maximum of cosine similarities: the rest has no weight beyond 1e-5 below it
-static constexpr float MAX_SCALE = 1e6f;
+// A softmax of cosines at this scale picks the highest. Among those within 32*n/scale of it the steps decide: the
+// newest, and one alone. (Both are far above the rounding of a float at the scale.)
+static constexpr float MAX_SCALE = 1e8f;
+static constexpr float MAX_STEP  = 32.0f;
 
 // the largest logits tensor of a layer, bytes; more probes are scored in blocks
 static constexpr size_t MAX_BLOCK_BYTES = 32u * 1024 * 1024;
 
 // inputs with data that is known when the graph is built
 class llm_graph_input_beacon_data : public llm_graph_input_i {
-public:
+  public:
     explicit llm_graph_input_beacon_data(const llama_kv_cache * kv) : kv(kv) {}
 
     void set_input(const llama_ubatch *) override {
@@ -48,9 +51,9 @@ public:
         return tensor;
     }
 
-    ggml_tensor * k_rot = nullptr; // Hadamard rotation of quantised caches, k_rot^2 == I
+    ggml_tensor * k_rot = nullptr;  // Hadamard rotation of quantised caches, k_rot^2 == I
 
-private:
+  private:
     const llama_kv_cache * kv;
 
     std::vector<std::pair<ggml_tensor *, std::vector<uint8_t>>> tensors;
@@ -81,18 +84,35 @@ struct score_builder {
 
     llm_graph_input_beacon_data * inp;
 
-    ggml_tensor * track_rows  = nullptr; // I32 [n_track]
-    ggml_tensor * track_back  = nullptr; // I32 [n_track] positions, negative: undoes the rotation
-    ggml_tensor * recent_rows = nullptr; // I32 [n_recent]
-    ggml_tensor * future      = nullptr; // I32 [1] position that the beacons are rotated to
-    ggml_tensor * eye         = nullptr; // F32 [n_beacon, n_beacon]
-    ggml_tensor * mask_newer  = nullptr; // F16 [n_newer, n]
+    score_builder(const beacon_plan &           plan,
+                  llama_context *               lctx,
+                  llm_graph_result *            res,
+                  llm_graph_input_beacon_data * inp) :
+        plan(plan),
+        params(*plan.params),
+        cparams(lctx->get_cparams()),
+        model(lctx->get_model()),
+        hparams(model.hparams),
+        ctx(res->get_ctx()),
+        gf(res->get_gf()),
+        inp(inp) {}
 
-    std::map<int64_t, ggml_tensor *> kv_rows; // by n_head_kv: I32 [n*n_head_kv]
-    std::map<int64_t, ggml_tensor *> masks;   // by heads of a group: F16 [n, n_beacon + n_recent*n_group]
+    ggml_tensor * track_rows  = nullptr;          // I32 [n_track]
+    ggml_tensor * track_back  = nullptr;          // I32 [n_track] positions, negative: undoes the rotation
+    ggml_tensor * recent_rows = nullptr;          // I32 [n_recent]
+    ggml_tensor * future      = nullptr;          // I32 [1] position that the beacons are rotated to
+    ggml_tensor * eye         = nullptr;          // F32 [n_beacon, n_beacon]
+    ggml_tensor * ones        = nullptr;          // F32 [n_newer]
+    ggml_tensor * iota        = nullptr;          // F32 [n_newer] 0, 1, ..
+    ggml_tensor * mask_newer  = nullptr;          // F32 [n_newer, n]
+
+    std::map<int64_t, ggml_tensor *> newer_rows;  // by n_head_kv: I32 [n_newer*n_head_kv]
+    std::map<int64_t, ggml_tensor *> kv_rows;     // by n_head_kv: I32 [n*n_head_kv]
+    std::map<int64_t, ggml_tensor *> masks;       // by heads of a group: F32 [n, n_beacon + n_recent*n_group]
 
     int64_t n() const { return plan.n(); }
-    int64_t n_newer() const { return std::min<int64_t>(params.window / 2, (n() + 1) / 2); }
+
+    int64_t n_newer() const { return plan.newer.size(); }
 
     // rotation by a position, with the arguments of llama_kv_cache::build_rope_shift
     ggml_tensor * rope(ggml_tensor * x, ggml_tensor * pos, bool undo, int il) {
@@ -100,8 +120,7 @@ struct score_builder {
             return x;
         }
 
-        const bool is_mrope =
-            hparams.rope_type == LLAMA_ROPE_TYPE_MROPE || hparams.rope_type == LLAMA_ROPE_TYPE_IMROPE;
+        const bool is_mrope = hparams.rope_type == LLAMA_ROPE_TYPE_MROPE || hparams.rope_type == LLAMA_ROPE_TYPE_IMROPE;
 
         const float freq_scale  = model.get_rope_freq_scale(cparams, il);
         float       attn_factor = cparams.yarn_attn_factor;
@@ -112,11 +131,10 @@ struct score_builder {
             attn_factor /= mscale * mscale;
         }
 
-        return ggml_rope_ext(
-            ctx, x, pos, model.get_rope_factors(cparams, il), hparams.n_rot(il),
-            is_mrope ? LLAMA_ROPE_TYPE_NEOX : hparams.rope_type, cparams.n_ctx_orig_yarn,
-            model.get_rope_freq_base(cparams, il), freq_scale, cparams.yarn_ext_factor, attn_factor,
-            cparams.yarn_beta_fast, cparams.yarn_beta_slow);
+        return ggml_rope_ext(ctx, x, pos, model.get_rope_factors(cparams, il), hparams.n_rot(il),
+                             is_mrope ? LLAMA_ROPE_TYPE_NEOX : hparams.rope_type, cparams.n_ctx_orig_yarn,
+                             model.get_rope_freq_base(cparams, il), freq_scale, cparams.yarn_ext_factor, attn_factor,
+                             cparams.yarn_beta_fast, cparams.yarn_beta_slow);
     }
 
     // stored queries, [n_embd_head, n_head, n_rows]
@@ -142,9 +160,9 @@ struct score_builder {
     }
 
     struct beacons {
-        ggml_tensor * mean;  // [n_embd_head, n_beacon, n_head_kv]
-        ggml_tensor * count; // [1, n_beacon, n_head_kv]
-        ggml_tensor * norm;  // [1, n_beacon, n_head_kv]
+        ggml_tensor * mean;   // [n_embd_head, n_beacon, n_head_kv]
+        ggml_tensor * count;  // [1, n_beacon, n_head_kv]
+        ggml_tensor * norm;   // [1, n_beacon, n_head_kv]
     };
 
     // fold queries x [n_embd_head, n_points, n_head_kv] into the centroids by cosine assignment and running mean
@@ -162,8 +180,8 @@ struct score_builder {
         label               = ggml_cont(ctx, ggml_transpose(ctx, label));
 
         ggml_tensor * len   = ggml_sqrt(ctx, ggml_sum_rows(ctx, ggml_sqr(ctx, x)));
-        ggml_tensor * x_sum = ggml_mul_mat(ctx, ggml_cont(ctx, ggml_transpose(ctx, x)), label); // [d, m, h]
-        ggml_tensor * l_sum = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, len, n_points, 1, h), label); // [1, m, h]
+        ggml_tensor * x_sum = ggml_mul_mat(ctx, ggml_cont(ctx, ggml_transpose(ctx, x)), label);     // [d, m, h]
+        ggml_tensor * l_sum = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, len, n_points, 1, h), label);  // [1, m, h]
         GGML_ASSERT(x_sum->ne[0] == d);
 
         beacons cur;
@@ -195,8 +213,12 @@ struct score_builder {
     }
 
     // sum over the probes [p0, p1) of their softmax attention to the cells, [n, 1, n_head_kv]
-    ggml_tensor * attend(
-        const beacon_layer & layer, ggml_tensor * k, ggml_tensor * probes, int64_t p0, int64_t p1, ggml_tensor * count) {
+    ggml_tensor * attend(const beacon_layer & layer,
+                         ggml_tensor *        k,
+                         ggml_tensor *        probes,
+                         int64_t              p0,
+                         int64_t              p1,
+                         ggml_tensor *        count) {
         const int64_t n_block = block_size(plan, layer);
 
         ggml_tensor * mask = masks.at(layer.n_head / layer.n_head_kv);
@@ -205,22 +227,22 @@ struct score_builder {
         for (int64_t b0 = p0; b0 < p1; b0 += n_block) {
             const int64_t nb = std::min(n_block, p1 - b0);
 
-            ggml_tensor * q = ggml_cont(ctx, ggml_view_3d(
-                ctx, probes, probes->ne[0], nb, probes->ne[2], probes->nb[1], probes->nb[2], b0 * probes->nb[1]));
+            ggml_tensor * q = ggml_cont(ctx, ggml_view_3d(ctx, probes, probes->ne[0], nb, probes->ne[2], probes->nb[1],
+                                                          probes->nb[2], b0 * probes->nb[1]));
 
-            ggml_tensor * kq    = ggml_mul_mat(ctx, k, q); // [n, nb, n_head_kv]
+            ggml_tensor * kq    = ggml_mul_mat(ctx, k, q);  // [n, nb, n_head_kv]
             float         scale = layer.kq_scale;
             ggml_prec_set_acc(kq, GGML_PREC_F32);
 
             if (hparams.attn_soft_cap) {
                 const float cap = hparams.f_attn_logit_softcapping;
-                kq    = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, scale / cap)), cap);
-                scale = 1.0f;
+                kq              = ggml_scale(ctx, ggml_tanh(ctx, ggml_scale(ctx, kq, scale / cap)), cap);
+                scale           = 1.0f;
             }
 
-            kq = ggml_soft_max_ext(ctx, kq, ggml_view_2d(ctx, mask, n(), nb, mask->nb[1], b0 * mask->nb[1]), scale, 0.0f);
+            kq = ggml_soft_max_ext(ctx, kq, ggml_view_2d(ctx, mask, n(), nb, mask->nb[1], b0 * mask->nb[1]), scale,
+                                   0.0f);
             if (count) {
-                // centroids that are not in use don't vote
                 kq = ggml_mul(ctx, kq, ggml_step(ctx, count));
             }
 
@@ -230,24 +252,27 @@ struct score_builder {
         return sum;
     }
 
-    // highest cosine of each cell's key to a newer one of the last window, [1, n, n_head_kv]
-    ggml_tensor * restated(ggml_tensor * k) {
-        ggml_tensor * unit = ggml_l2_norm(ctx, k, 1e-12f);
+    // highest cosine of each cell's key to those of the newer cells that plan.newer lists, and which of these it was:
+    // both [1, n, n_head_kv], NaN where none is newer
+    void restated(ggml_tensor * k, beacon_scores & out) {
+        const int64_t d = k->ne[0];
+        const int64_t h = k->ne[2];
 
-        // every other key, the newest included
-        const int64_t i0    = n() - 1 - 2 * (n_newer() - 1);
-        ggml_tensor * newer = ggml_cont(ctx, ggml_view_3d(
-            ctx, unit, unit->ne[0], n_newer(), unit->ne[2], 2 * unit->nb[1], unit->nb[2], i0 * unit->nb[1]));
+        ggml_tensor * unit  = ggml_l2_norm(ctx, k, 1e-12f);
+        ggml_tensor * newer = ggml_get_rows(ctx, ggml_reshape_2d(ctx, unit, d, n() * h), newer_rows.at(h));
 
-        ggml_tensor * sim  = ggml_mul_mat(ctx, newer, unit); // [n_newer, n, n_head_kv]
+        ggml_tensor * sim  = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, newer, d, n_newer(), h), unit);  // [n_newer, n, h]
         ggml_tensor * pick = ggml_soft_max_ext(ctx, sim, mask_newer, MAX_SCALE, 0.0f);
-        return ggml_sum_rows(ctx, ggml_mul(ctx, sim, pick));
+
+        // products with a constant row: sum_rows has one thread on the CPU
+        output(out.restated, ggml_mul_mat(ctx, ones, ggml_mul(ctx, sim, pick)));
+        output(out.twin, ggml_mul_mat(ctx, iota, pick));
     }
 
     void build_inputs();
     void build_layer(const beacon_layer & layer, bool trace, beacon_scores & out);
 
-    std::vector<ggml_tensor *> commits; // copies of new centroids into place, last in the graph
+    std::vector<ggml_tensor *> commits;  // copies of new centroids into place, last in the graph
 
     void output(ggml_tensor *& dst, ggml_tensor * t) {
         dst = t;
@@ -277,19 +302,18 @@ void score_builder::build_inputs() {
     }
     eye = inp->add(ctx, GGML_TYPE_F32, m, m, eye_data);
 
-    const ggml_fp16_t zero = ggml_fp32_to_fp16(0.0f);
-    const ggml_fp16_t ninf = ggml_fp32_to_fp16(-INFINITY);
-
-    {
-        const int64_t            i0 = n() - 1 - 2 * (n_newer() - 1);
-        std::vector<ggml_fp16_t> data(n_newer() * n(), zero);
-        for (int64_t i = std::max<int64_t>(0, i0); i < n(); ++i) {
-            for (int64_t j = 0; j < n_newer(); ++j) {
-                data[i * n_newer() + j] = i0 + 2 * j > i ? zero : ninf;
-            }
+    std::vector<float> mask(n_newer() * n(), 0.0f);
+    for (int64_t i = 0; i < n(); ++i) {
+        for (int64_t j = 0; j < n_newer(); ++j) {
+            mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -INFINITY;
         }
-        mask_newer = inp->add(ctx, GGML_TYPE_F16, n_newer(), n(), data);
     }
+    mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
+
+    std::vector<float> index(n_newer());
+    std::iota(index.begin(), index.end(), 0.0f);
+    iota = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, index);
+    ones = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 1.0f));
 
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
         const auto &  layer   = (*plan.layers)[i];
@@ -298,27 +322,32 @@ void score_builder::build_inputs() {
 
         if (kv_rows.count(h) == 0) {
             std::vector<int32_t> rows;
+            std::vector<int32_t> rows_newer;
             for (int64_t head = 0; head < h; ++head) {
                 for (const int32_t cell : plan.cells) {
                     rows.push_back(cell * h + head);
                 }
+                for (const int32_t i_newer : plan.newer) {
+                    rows_newer.push_back(head * n() + i_newer);
+                }
             }
-            kv_rows[h] = inp->add(ctx, GGML_TYPE_I32, n() * h, 1, rows);
+            kv_rows[h]    = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
+            newer_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows_newer.size(), 1, rows_newer);
         }
 
         if (masks.count(n_group) == 0) {
-            const int64_t            n_recent = plan.recent_pos.size();
-            std::vector<ggml_fp16_t> data(n() * (m + n_recent * n_group), zero);
+            const int64_t      n_recent = plan.recent_pos.size();
+            std::vector<float> data(n() * (m + n_recent * n_group), 0.0f);
             for (int64_t j = 0; j < m + n_recent * n_group; ++j) {
                 const int32_t pos = j < m ? plan.now : plan.recent_pos[(j - m) % n_recent];
                 for (int64_t c = 0; c < n(); ++c) {
                     const int32_t p = plan.table_pos[c];
                     if (p < (int32_t) params.n_sink || (p >= plan.boundary && p > pos)) {
-                        data[j * n() + c] = ninf;
+                        data[j * n() + c] = -INFINITY;
                     }
                 }
             }
-            masks[n_group] = inp->add(ctx, GGML_TYPE_F16, n(), m + n_recent * n_group, data);
+            masks[n_group] = inp->add(ctx, GGML_TYPE_F32, n(), m + n_recent * n_group, data);
         }
     }
 
@@ -371,34 +400,23 @@ void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_s
         output(out.k, k);
     }
 
-    output(out.beacon, attend(layer, k, probes, 0, m, cur.count));
+    output(out.beacon, attend(layer, k, probes, 0, m, plan.mask_empty ? cur.count : nullptr));
     if (probes->ne[1] > m) {
         output(out.recent, attend(layer, k, probes, m, probes->ne[1], nullptr));
     }
-    output(out.restated, restated(k));
+    restated(k, out);
 }
 
-} // namespace
+}  // namespace
 
-ggml_cgraph * beacon_build_graph_score(
-    const beacon_plan &          plan,
-    llm_graph_result *           res,
-    llama_context *              lctx,
-    bool                         trace,
-    std::vector<beacon_scores> & scores) {
+ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
+                                       llm_graph_result *           res,
+                                       llama_context *              lctx,
+                                       bool                         trace,
+                                       std::vector<beacon_scores> & scores) {
     auto inp = std::make_unique<llm_graph_input_beacon_data>(plan.kv);
 
-    score_builder b = {
-        /*.plan    =*/ plan,
-        /*.params  =*/ *plan.params,
-        /*.cparams =*/ lctx->get_cparams(),
-        /*.model   =*/ lctx->get_model(),
-        /*.hparams =*/ lctx->get_model().hparams,
-        /*.ctx     =*/ res->get_ctx(),
-        /*.gf      =*/ res->get_gf(),
-        /*.inp     =*/ inp.get(),
-    };
-
+    score_builder b(plan, lctx, res, inp.get());
     b.build_inputs();
 
     scores.assign(plan.layers->size(), {});
@@ -446,8 +464,12 @@ bool beacon_can_move_in_graph(const beacon_layer & layer) {
 }
 
 // the rows of one head and cell as 32-bit words, so that every type moves unchanged: I32 [row_bytes/4, n_rows]
-static ggml_tensor * word_rows(
-    ggml_context * ctx, ggml_tensor * t, uint32_t stream, size_t row_bytes, int64_t i0, int64_t n_rows) {
+static ggml_tensor * word_rows(ggml_context * ctx,
+                               ggml_tensor *  t,
+                               uint32_t       stream,
+                               size_t         row_bytes,
+                               int64_t        i0,
+                               int64_t        n_rows) {
     ggml_tensor * view = ggml_view_1d(ctx, t, 1, stream * t->nb[2] + i0 * row_bytes);
 
     view->type  = GGML_TYPE_I32;
@@ -486,7 +508,7 @@ ggml_cgraph * beacon_build_graph_move(const beacon_plan & plan, llm_graph_result
 
         const int64_t h = layer.n_head_kv;
 
-        std::vector<int32_t> rows; // kept rows by cell, then head: the layout of the cache
+        std::vector<int32_t> rows;  // kept rows by cell, then head: the layout of the cache
         for (uint32_t j = first; j < plan.n_keep; ++j) {
             for (int64_t head = 0; head < h; ++head) {
                 rows.push_back(plan.cells[plan.keep[i][head][j]] * h + head);
@@ -499,7 +521,7 @@ ggml_cgraph * beacon_build_graph_move(const beacon_plan & plan, llm_graph_result
 
             ggml_tensor * all  = word_rows(ctx, t, plan.stream, size, 0, h * t->ne[1]);
             ggml_tensor * dst  = word_rows(ctx, t, plan.stream, size, first * h, rows.size());
-            ggml_tensor * kept = ggml_get_rows(ctx, all, src); // complete before a row is overwritten
+            ggml_tensor * kept = ggml_get_rows(ctx, all, src);  // complete before a row is overwritten
 
             ggml_build_forward_expand(gf, ggml_cpy(ctx, kept, dst));
         }

@@ -20,17 +20,17 @@ struct beacon_layer {
     uint32_t n_head_kv;
     uint32_t n_embd_head_k;
     uint32_t n_embd_head_v;
-    size_t   pos_offs; // of this layer in the stream's table of positions
+    size_t   pos_offs;    // of this layer in the stream's table of positions
 
-    ggml_tensor * k; // [n_embd_head_k*n_head_kv, budget, n_stream]
-    ggml_tensor * v; // [n_embd_head_v*n_head_kv, budget, n_stream]
+    ggml_tensor * k;      // [n_embd_head_k*n_head_kv, budget, n_stream]
+    ggml_tensor * v;      // [n_embd_head_v*n_head_kv, budget, n_stream]
 
-    ggml_tensor * q;     // F16 [n_embd_head_k*n_head, 2*n_probe + 1, n_stream] rotated queries, the last row is scrap
-    ggml_tensor * mean;  // F32 [n_embd_head_k, n_beacon, n_head_kv, n_stream] centroids, rotation undone
-    ggml_tensor * count; // F32 [1, n_beacon, n_head_kv, n_stream] queries in a cluster, 0: centroid not in use
-    ggml_tensor * norm;  // F32 [1, n_beacon, n_head_kv, n_stream] their mean length
+    ggml_tensor * q;      // F16 [n_embd_head_k*n_head, 2*n_probe + 1, n_stream] rotated queries, the last row is scrap
+    ggml_tensor * mean;   // F32 [n_embd_head_k, n_beacon, n_head_kv, n_stream] centroids, rotation undone
+    ggml_tensor * count;  // F32 [1, n_beacon, n_head_kv, n_stream] queries in a cluster, 0: centroid not in use
+    ggml_tensor * norm;   // F32 [1, n_beacon, n_head_kv, n_stream] their mean length
 
-    bool  stored   = false; // the decode graph stores this layer's queries
+    bool  stored   = false;  // the decode graph stores this layer's queries
     float kq_scale = 1.0f;
 };
 
@@ -45,47 +45,54 @@ struct beacon_plan {
     uint32_t i0 = 0;
     uint32_t i1 = 0;
 
-    std::vector<int32_t> cells;     // [n] cells in the order of their positions
-    std::vector<int32_t> table_pos; // [n] their positions in the cell table
+    std::vector<int32_t> cells;      // [n] cells in the order of their positions
+    std::vector<int32_t> table_pos;  // [n] their positions in the cell table
 
-    int32_t  now;      // position of the next token
-    int32_t  boundary; // cells below it are visible to every probe
-    uint32_t n_prefix; // cells that stay at the front
+    int32_t  now;                    // position of the next token
+    int32_t  boundary;               // cells below it are visible to every probe
+    uint32_t n_prefix;               // cells that stay at the front
     uint32_t n_keep;
+
+    std::vector<int32_t> newer;  // indices into cells, ascending: the keys that may restate older ones
 
     std::vector<int32_t> track_rows;
     std::vector<int32_t> track_pos;
     std::vector<int32_t> recent_rows;
     std::vector<int32_t> recent_pos;
 
-    bool init_only = false; // compute q_pre and nothing else: the first centroids are made of it on the host
-    bool track     = false; // fold the tracked queries into the centroids
+    bool init_only  = false;  // compute q_pre and nothing else: the first centroids are made of it on the host
+    bool mask_empty = false;  // some centroids may be without a query: they don't vote
+    bool track      = false;  // fold the tracked queries into the centroids
 
-    std::vector<std::vector<std::vector<int32_t>>> keep; // [layer][KV head][n_keep] indices into cells, ascending
+    std::vector<std::vector<std::vector<int32_t>>> keep;  // [layer][KV head][n_keep] indices into cells, ascending
+
+    // [layer][KV head*n] highest cosine of the key to a newer one that is still held, and its index into cells or -1
+    std::vector<std::vector<float>>   restated;
+    std::vector<std::vector<int32_t>> twin;
 
     uint32_t n() const { return cells.size(); }
 };
 
 // Outputs of the score graph for one layer, each ggml_set_output. Sums are over probes of softmax over cells.
 struct beacon_scores {
-    ggml_tensor * q_pre    = nullptr; // F32 [n_embd_head_k, n_head, n_track]
-    ggml_tensor * beacon   = nullptr; // F32 [n, n_head_kv]
-    ggml_tensor * recent   = nullptr; // F32 [n, n_head_kv]
-    ggml_tensor * restated = nullptr; // F32 [n, n_head_kv]
-    ggml_tensor * probes   = nullptr; // F32 [n_embd_head_k, n_beacon + n_recent*n_head/n_head_kv, n_head_kv]
-    ggml_tensor * k        = nullptr; // F32 [n_embd_head_k, n, n_head_kv]
+    ggml_tensor * q_pre    = nullptr;  // F32 [n_embd_head_k, n_head, n_track]
+    ggml_tensor * beacon   = nullptr;  // F32 [n, n_head_kv]
+    ggml_tensor * recent   = nullptr;  // F32 [n, n_head_kv]
+    ggml_tensor * restated = nullptr;  // F32 [n, n_head_kv]
+    ggml_tensor * twin     = nullptr;  // F32 [n, n_head_kv] index into plan.newer
+    ggml_tensor * probes   = nullptr;  // F32 [n_embd_head_k, n_beacon + n_recent*n_head/n_head_kv, n_head_kv]
+    ggml_tensor * k        = nullptr;  // F32 [n_embd_head_k, n, n_head_kv]
 };
 
 // layers that fit into a graph of max_nodes
 uint32_t beacon_layers_per_graph(const beacon_plan & plan, int64_t max_nodes);
 
 // trace: keep q_pre, probes and k readable
-ggml_cgraph * beacon_build_graph_score(
-        const beacon_plan &          plan,
-        llm_graph_result *           res,
-        llama_context *              lctx,
-        bool                         trace,
-        std::vector<beacon_scores> & scores);
+ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
+                                       llm_graph_result *           res,
+                                       llama_context *              lctx,
+                                       bool                         trace,
+                                       std::vector<beacon_scores> & scores);
 
 // layers whose rows are no multiple of 4 bytes are left out: beacon_move_host does them
 ggml_cgraph * beacon_build_graph_move(const beacon_plan & plan, llm_graph_result * res);

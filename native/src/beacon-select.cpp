@@ -122,14 +122,13 @@ uint32_t beacon_n_batch_max(const beacon_params & params) {
 // selection
 //
 
-void beacon_select(
-        const beacon_params &  params,
-        const float *          importance,
-        const float *          restated,
-        uint32_t               n,
-        uint32_t               n_prefix,
-        uint32_t               n_keep,
-        std::vector<int32_t> & keep) {
+void beacon_select(const beacon_params &  params,
+                   const float *          importance,
+                   const float *          restated,
+                   uint32_t               n,
+                   uint32_t               n_prefix,
+                   uint32_t               n_keep,
+                   std::vector<int32_t> & keep) {
     const uint32_t i0 = n_prefix;
     const uint32_t i1 = n - params.n_recent;
 
@@ -143,9 +142,8 @@ void beacon_select(
 
     // best scores first; of equals the newer one
     const auto first = [&](std::vector<int32_t>::iterator begin, uint32_t count) {
-        std::nth_element(begin, begin + count, order.end(), [&](int32_t a, int32_t b) {
-            return score[a] != score[b] ? score[a] > score[b] : a > b;
-        });
+        std::nth_element(begin, begin + count, order.end(),
+                         [&](int32_t a, int32_t b) { return score[a] != score[b] ? score[a] > score[b] : a > b; });
     };
 
     for (uint32_t i = i0; i < i1; ++i) {
@@ -186,8 +184,7 @@ static float normalise(float * x, uint32_t d) {
     return norm;
 }
 
-void beacon_kmeans(
-        const float * x, uint32_t n, uint32_t d, uint32_t m, float * mean, float * count, float * norm) {
+void beacon_kmeans(const float * x, uint32_t n, uint32_t d, uint32_t m, float * mean, float * count, float * norm) {
     const int n_iter = 6;
 
     std::fill(mean, mean + (size_t) m * d, 0.0f);
@@ -199,7 +196,7 @@ void beacon_kmeans(
         return;
     }
 
-    std::vector<float> xn(x, x + (size_t) n * d); // unit points
+    std::vector<float> xn(x, x + (size_t) n * d);  // unit points
     std::vector<float> x_norm(n);
     std::vector<float> centre(d, 0.0f);
     for (uint32_t i = 0; i < n; ++i) {

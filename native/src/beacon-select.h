@@ -10,11 +10,11 @@ struct beacon_params;
 
 // Rows of the query store of one sequence: [0, n) a sample since the last compaction, [n, 2n) the recent ones, 2n scrap.
 class beacon_query_rows {
-public:
+  public:
     void init(uint32_t n_rows, uint32_t window);
 
-    void reset();       // forget everything
-    void reset_track(); // forget the sample, keep the recent rows
+    void reset();        // forget everything
+    void reset_track();  // forget the sample, keep the recent rows
 
     // the token at position pos was decoded
     void push(int32_t pos);
@@ -28,13 +28,13 @@ public:
     // rows in use in the order of their positions, and these positions
     void list(bool recent, std::vector<int32_t> & rows, std::vector<int32_t> & pos) const;
 
-private:
-    uint32_t n = 0;
+  private:
+    uint32_t n          = 0;
     int32_t  stride_min = 2;
     int32_t  stride     = 2;
 
-    std::vector<int32_t> track;  // [n] position or -1
-    std::vector<int32_t> recent; // [n] position or -1
+    std::vector<int32_t> track;   // [n] position or -1
+    std::vector<int32_t> recent;  // [n] position or -1
 };
 
 // Cells that stay when a batch of n_new tokens makes the sequence n_after long. It depends on n_after alone that
@@ -46,16 +46,14 @@ uint32_t beacon_n_batch_max(const beacon_params & params);
 
 // One KV head: which of n cells (in the order of positions) stay, ascending.
 //   importance [n], restated [n]: see beacon-graph.h; n_prefix first and params.n_recent last cells always stay
-void beacon_select(
-        const beacon_params & params,
-        const float *         importance,
-        const float *         restated,
-        uint32_t              n,
-        uint32_t              n_prefix,
-        uint32_t              n_keep,
-        std::vector<int32_t> & keep);
+void beacon_select(const beacon_params &  params,
+                   const float *          importance,
+                   const float *          restated,
+                   uint32_t               n,
+                   uint32_t               n_prefix,
+                   uint32_t               n_keep,
+                   std::vector<int32_t> & keep);
 
 // Cosine k-means with a farthest-point start of n points x [n][d]: m means, counts and mean norms (zero: unused).
 // Run once per sequence; later queries are folded in on the device.
-void beacon_kmeans(
-        const float * x, uint32_t n, uint32_t d, uint32_t m, float * mean, float * count, float * norm);
+void beacon_kmeans(const float * x, uint32_t n, uint32_t d, uint32_t m, float * mean, float * count, float * norm);

@@ -18,8 +18,10 @@
 // creation
 //
 
-std::unique_ptr<llama_kv_beacon> llama_kv_beacon::create(
-    bool v_trans, const llama_kv_cache * other, llama_swa_type swa_type, const char * name_tag) {
+std::unique_ptr<llama_kv_beacon> llama_kv_beacon::create(bool                   v_trans,
+                                                         const llama_kv_cache * other,
+                                                         llama_swa_type         swa_type,
+                                                         const char *           name_tag) {
     const beacon_params * pending = beacon_pending_params();
 
     // a cache with a tag mirrors another one's cells: beacon_reserve refuses its model
@@ -64,7 +66,8 @@ void llama_kv_beacon::init(llama_kv_cache & cache) {
     n_stream = cache.n_stream;
 
     if (cache.layers.empty()) {
-        throw std::runtime_error(beacon_fail("a KV budget has nothing to bound: no layer of this model attends to everything"));
+        throw std::runtime_error(
+            beacon_fail("a KV budget has nothing to bound: no layer of this model attends to everything"));
     }
 
     const auto & hparams = cache.hparams;
@@ -124,7 +127,7 @@ void llama_kv_beacon::init(llama_kv_cache & cache) {
         ggml_backend_buffer_clear(buf, 0);
 
         LLAMA_LOG_INFO("%s: %10s beacon buffer size = %8.2f MiB\n", __func__, ggml_backend_buffer_name(buf),
-                ggml_backend_buffer_get_size(buf)/1024.0/1024.0);
+                       ggml_backend_buffer_get_size(buf) / 1024.0 / 1024.0);
 
         ctxs_bufs.emplace_back(std::move(ctx), buf);
     }
@@ -135,7 +138,8 @@ void llama_kv_beacon::init(llama_kv_cache & cache) {
     }
 
     LLAMA_LOG_INFO("%s: KV budget = %u cells per sequence, %u layers, window %u, %u sinks, %u recent, %u beacons\n",
-            __func__, params.budget, (uint32_t) layers.size(), params.window, params.n_sink, params.n_recent, params.n_beacon);
+                   __func__, params.budget, (uint32_t) layers.size(), params.window, params.n_sink, params.n_recent,
+                   params.n_beacon);
 }
 
 //
@@ -144,7 +148,7 @@ void llama_kv_beacon::init(llama_kv_cache & cache) {
 
 // where the queries of each token of the ubatch go
 class llm_graph_input_beacon_q : public llm_graph_input_i {
-public:
+  public:
     explicit llm_graph_input_beacon_q(llama_kv_beacon * beacon) : beacon(beacon) {}
 
     void set_input(const llama_ubatch * ubatch) override {
@@ -153,13 +157,11 @@ public:
         }
     }
 
-    bool can_reuse(const llm_graph_params & params) override {
-        return idxs->ne[0] == params.ubatch.n_tokens;
-    }
+    bool can_reuse(const llm_graph_params & params) override { return idxs->ne[0] == params.ubatch.n_tokens; }
 
     llama_kv_beacon * beacon;
 
-    ggml_tensor * idxs = nullptr; // I64 [n_tokens] global over all streams
+    ggml_tensor * idxs = nullptr;  // I64 [n_tokens] global over all streams
 };
 
 int32_t llama_kv_beacon::find_layer(int32_t il) const {
@@ -168,11 +170,15 @@ int32_t llama_kv_beacon::find_layer(int32_t il) const {
     return it == layers.end() ? -1 : it - layers.begin();
 }
 
-void llama_kv_beacon::build_store_q(
-    ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q_cur, float kq_scale, int il) {
+void llama_kv_beacon::build_store_q(ggml_context *     ctx,
+                                    ggml_cgraph *      gf,
+                                    llm_graph_result * res,
+                                    ggml_tensor *      q_cur,
+                                    float              kq_scale,
+                                    int                il) {
     const int32_t i = find_layer(il);
     if (i < 0) {
-        return; // a layer that attends to another one's cells: that one's queries speak for it
+        return;  // a layer that attends to another one's cells: that one's queries speak for it
     }
 
     auto & layer = layers[i];
@@ -200,8 +206,8 @@ void llama_kv_beacon::build_store_q(
     const int64_t n_embd = q_cur->ne[0] * q_cur->ne[1];
 
     ggml_tensor * rows = ggml_reshape_2d(ctx, layer.q, n_embd, layer.q->ne[1] * layer.q->ne[2]);
-    ggml_tensor * q    = ggml_is_contiguous(q_cur) ? ggml_reshape_2d(ctx, q_cur, n_embd, q_cur->ne[2])
-                                                   : ggml_cont_2d(ctx, q_cur, n_embd, q_cur->ne[2]);
+    ggml_tensor * q    = ggml_is_contiguous(q_cur) ? ggml_reshape_2d(ctx, q_cur, n_embd, q_cur->ne[2]) :
+                                                     ggml_cont_2d(ctx, q_cur, n_embd, q_cur->ne[2]);
 
     ggml_build_forward_expand(gf, ggml_set_rows(ctx, rows, q, inp->idxs));
 
@@ -210,7 +216,7 @@ void llama_kv_beacon::build_store_q(
 }
 
 void llama_kv_beacon::set_input_q_idxs(ggml_tensor * dst, const llama_ubatch * ubatch) {
-    const uint32_t n_rows = 2 * params.n_probe + 1; // per stream
+    const uint32_t n_rows = 2 * params.n_probe + 1;  // per stream
 
     // tokens of each stream in this ubatch
     std::vector<uint32_t> n_tokens(n_stream, 0);
@@ -255,11 +261,16 @@ bool llama_kv_beacon::has_seq(llama_seq_id seq_id) const {
 void llama_kv_beacon::reset_stream(stream_state & st) {
     st.rows.reset();
     st.has_beacons = false;
+    st.has_empty   = false;
     st.n_tracked   = 0;
     st.n_pin       = 0;
     st.boundary    = 0;
     st.prompt_open = true;
+    st.n_round     = 0;
+    st.pos_seen    = 0;
     st.pos         = {};
+    st.restated    = {};
+    st.twin        = {};
 }
 
 void llama_kv_beacon::clear() {
@@ -278,7 +289,7 @@ bool llama_kv_beacon::can_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1
         return true;
     }
     if (!has_seq(seq_id)) {
-        return true; // nothing there
+        return true;  // nothing there
     }
 
     const auto &    st      = streams[stream_of(seq_id)];
@@ -288,11 +299,11 @@ bool llama_kv_beacon::can_seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1
     p1 = p1 < 0 ? std::numeric_limits<llama_pos>::max() : p1;
 
     if (p0 >= p1 || p0 > pos_max) {
-        return true; // nothing to remove
+        return true;  // nothing to remove
     }
 
     // every head holds these tokens, or everything that was compacted goes
-    return p0 >= st.boundary || (p0 <= (llama_pos) st.n_pin && p1 > pos_max);
+    return p0 >= st.boundary || (p0 <= (llama_pos) std::max(params.n_sink, st.n_pin) && p1 > pos_max);
 }
 
 bool llama_kv_beacon::mem_can_seq_rm(const llama_memory_i * mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
@@ -304,16 +315,31 @@ bool llama_kv_beacon::mem_can_seq_rm(const llama_memory_i * mem, llama_seq_id se
         return false;
     }
 
-    // the sliding window half has to hold the window before p0 still
-    const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(mem);
-    const auto * iswa   = hybrid ? hybrid->get_mem_attn() : dynamic_cast<const llama_kv_cache_iswa *>(mem);
-    if (!iswa || p0 <= 0) {
+    const auto * hybrid      = dynamic_cast<const llama_memory_hybrid *>(mem);
+    const auto * hybrid_iswa = dynamic_cast<const llama_memory_hybrid_iswa *>(mem);
+
+    const auto * iswa = hybrid_iswa ? hybrid_iswa->get_mem_attn() : dynamic_cast<const llama_kv_cache_iswa *>(mem);
+    const auto * swa  = iswa ? iswa->get_swa() : nullptr;
+    const auto * recr = hybrid_iswa ? hybrid_iswa->get_mem_recr() : hybrid ? hybrid->get_mem_recr() : nullptr;
+
+    if (recr && seq_id < 0) {
+        return false;  // it takes one sequence at a time
+    }
+    if (p0 <= 0) {
         return true;
     }
-    const auto * swa = iswa->get_swa();
+
     for (uint32_t s = 0; s < beacon->n_stream; ++s) {
-        if ((seq_id < 0 || seq_id == (llama_seq_id) s) && p0 <= swa->seq_pos_max(s) &&
-                swa->seq_pos_min(s) > std::max<llama_pos>(0, p0 - (llama_pos) swa->n_swa + 1)) {
+        if (seq_id >= 0 && seq_id != (llama_seq_id) s) {
+            continue;
+        }
+        // the sliding window half has to hold the window before p0 still
+        if (swa && p0 <= swa->seq_pos_max(s) &&
+            swa->seq_pos_min(s) > std::max<llama_pos>(0, p0 - (llama_pos) swa->n_swa + 1)) {
+            return false;
+        }
+        // a recurrent state can't go back, unless it keeps snapshots: then it answers for itself
+        if (recr && recr->n_rs_seq == 0 && p0 <= recr->seq_pos_max(s)) {
             return false;
         }
     }
@@ -323,7 +349,7 @@ bool llama_kv_beacon::mem_can_seq_rm(const llama_memory_i * mem, llama_seq_id se
 bool llama_kv_beacon::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     if (!can_seq_rm(seq_id, p0, p1)) {
         LLAMA_LOG_DEBUG("%s: seq %d: [%d, %d) reaches into evicted tokens, boundary = %d\n", __func__, seq_id, p0, p1,
-                seq_id < 0 ? 0 : boundary(seq_id));
+                        seq_id < 0 ? 0 : boundary(seq_id));
         return false;
     }
 
@@ -336,15 +362,15 @@ bool llama_kv_beacon::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
             continue;
         }
         if (p1 <= kv->v_cells[s].seq_pos_max(s)) {
-            continue; // the end stays: the queries are history, and the tokens before it are all held or all gone
+            continue;  // the end stays: the queries are history, and the tokens before it are all held or all gone
         }
 
         const uint32_t n_pin = std::min<uint32_t>(st.n_pin, p0);
         if (p0 < st.boundary || p0 == 0) {
             reset_stream(st);
         }
-        st.n_pin       = n_pin;
-        st.prompt_open = true;
+        st.n_pin    = n_pin;
+        st.pos_seen = std::min(st.pos_seen, p0);
         st.rows.drop_from(p0);
     }
     return true;
@@ -352,7 +378,7 @@ bool llama_kv_beacon::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
 
 bool llama_kv_beacon::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
     if (seq_id_src == seq_id_dst) {
-        return false; // nothing to do
+        return false;  // nothing to do
     }
     if (!has_seq(seq_id_src) || !has_seq(seq_id_dst)) {
         beacon_fail("seq_cp(%d, %d): sequences under a KV budget are 0 to %u", seq_id_src, seq_id_dst, n_stream - 1);
@@ -362,7 +388,7 @@ bool llama_kv_beacon::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, l
     const llama_pos pos_max = kv->v_cells[stream_of(seq_id_src)].seq_pos_max(seq_id_src);
     if (p0 > 0 || (p1 >= 0 && p1 <= pos_max)) {
         beacon_fail("seq_cp(%d, %d, %d, %d): under a KV budget a sequence is copied as a whole, [0, %d)", seq_id_src,
-                seq_id_dst, p0, p1, pos_max + 1);
+                    seq_id_dst, p0, p1, pos_max + 1);
         return false;
     }
 
@@ -390,8 +416,8 @@ bool llama_kv_beacon::refuse_shift(const char * func) const {
 void llama_kv_beacon::memory_breakdown(std::map<ggml_backend_buffer_type_t, size_t> & mb) const {
     for (const auto & [ctx, buf] : ctxs_bufs) {
         auto * buft = ggml_backend_buffer_get_type(buf.get());
-        mb[buft] += kv->hparams.no_alloc ? ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), buft)
-                                         : ggml_backend_buffer_get_size(buf.get());
+        mb[buft] += kv->hparams.no_alloc ? ggml_backend_alloc_ctx_tensors_from_buft_size(ctx.get(), buft) :
+                                           ggml_backend_buffer_get_size(buf.get());
     }
 }
 
@@ -444,7 +470,8 @@ void llama_kv_beacon::list_cells(uint32_t s, std::vector<int32_t> & cells) const
             cells.push_back(i);
         }
     }
-    std::stable_sort(cells.begin(), cells.end(), [&](int32_t a, int32_t b) { return table.pos_get(a) < table.pos_get(b); });
+    std::stable_sort(cells.begin(), cells.end(),
+                     [&](int32_t a, int32_t b) { return table.pos_get(a) < table.pos_get(b); });
 }
 
 int32_t llama_kv_beacon::pos_true(uint32_t s, const beacon_layer & layer, uint32_t head, uint32_t cell) const {
@@ -508,7 +535,7 @@ void mix_importance(const beacon_params & params, const float * beacon, const fl
     }
 }
 
-} // namespace
+}  // namespace
 
 bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     auto & st    = streams[s];
@@ -532,15 +559,16 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
 
     plan.now      = cells.seq_pos_max(seq_id) + 1;
     plan.boundary = st.boundary;
-    plan.n_prefix = std::lower_bound(plan.table_pos.begin(), plan.table_pos.end(),
-                            (int32_t) std::max(params.n_sink, st.n_pin)) - plan.table_pos.begin();
+    plan.n_prefix =
+        std::lower_bound(plan.table_pos.begin(), plan.table_pos.end(), (int32_t) std::max(params.n_sink, st.n_pin)) -
+        plan.table_pos.begin();
 
     const int64_t n_target = (int64_t) beacon_n_held(params, plan.now + n_new) - n_new;
     plan.n_keep            = std::max<int64_t>(n_target, plan.n_prefix + params.n_recent);
 
     if (plan.n_keep + n_new > params.budget || plan.n_keep >= n) {
         beacon_fail("a batch brings %u tokens of sequence %d; a KV budget of %u cells takes at most %u at once", n_new,
-                seq_id, params.budget, beacon_n_batch_max(params));
+                    seq_id, params.budget, beacon_n_batch_max(params));
         return false;
     }
 
@@ -548,6 +576,9 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     st.rows.list(true, plan.recent_rows, plan.recent_pos);
 
     plan.keep.resize(layers.size());
+    plan.restated.resize(layers.size());
+    plan.twin.resize(layers.size());
+    list_newer(plan, st.n_round++);
     if (trace_on) {
         trace.clear();
     }
@@ -576,8 +607,9 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
             }
             st.n_tracked = plan.i1;
         }
-        plan.init_only = false;
-        plan.track     = plan.i0 >= st.n_tracked;
+        plan.init_only  = false;
+        plan.track      = plan.i0 >= st.n_tracked;
+        plan.mask_empty = st.has_empty || (plan.track_rows.empty() && !st.has_beacons);
 
         if (trace_on) {
             trace_before(plan);
@@ -632,12 +664,16 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     us_select += t_select;
     us_move += t3 - t2;
 
-    LLAMA_LOG_DEBUG("%s: seq %d: %u -> %u cells at position %d, boundary %d\n", __func__, seq_id, n, plan.n_keep, plan.now, st.boundary);
+    LLAMA_LOG_DEBUG("%s: seq %d: %u -> %u cells at position %d, boundary %d\n", __func__, seq_id, n, plan.n_keep,
+                    plan.now, st.boundary);
 
     return true;
 }
 
-void llama_kv_beacon::init_beacons(uint32_t s, const beacon_layer & layer, const std::vector<float> & q, uint32_t n_rows) {
+void llama_kv_beacon::init_beacons(uint32_t                   s,
+                                   const beacon_layer &       layer,
+                                   const std::vector<float> & q,
+                                   uint32_t                   n_rows) {
     const uint32_t d       = layer.n_embd_head_k;
     const uint32_t m       = params.n_beacon;
     const uint32_t n_group = layer.n_head / layer.n_head_kv;
@@ -653,6 +689,7 @@ void llama_kv_beacon::init_beacons(uint32_t s, const beacon_layer & layer, const
             std::copy(src, src + n_group * d, &x[(size_t) r * n_group * d]);
         }
         beacon_kmeans(x.data(), n_rows * n_group, d, m, mean.data(), count.data(), norm.data());
+        streams[s].has_empty |= *std::min_element(count.begin(), count.end()) == 0.0f;
 
         const auto set = [&](ggml_tensor * t, const std::vector<float> & data) {
             ggml_backend_tensor_set(t, data.data(), s * t->nb[3] + head * t->nb[2], data.size() * sizeof(float));
@@ -669,10 +706,16 @@ void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores
 
     const auto beacon   = read_f32(scores.beacon);
     const auto recent   = read_f32(scores.recent);
-    auto       restated = read_f32(scores.restated);
+    const auto restated = read_f32(scores.restated);
+    const auto twin     = read_f32(scores.twin);
 
-    for (auto & r : restated) {
-        r = std::isfinite(r) ? std::clamp(r, 0.0f, 1.0f) : 0.0f; // no newer key: NaN
+    load_restated(plan, i);
+    const auto before = trace_on ? plan.restated[i] : std::vector<float>();
+    for (size_t j = 0; j < restated.size(); ++j) {
+        if (restated[j] > plan.restated[i][j]) {  // false for NaN: no newer key
+            plan.restated[i][j] = std::min(restated[j], 1.0f);
+            plan.twin[i][j]     = plan.newer[std::lround(twin[j])];
+        }
     }
 
     std::vector<float> importance((size_t) layer.n_head_kv * n);
@@ -683,11 +726,58 @@ void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores
         const size_t offs = (size_t) head * n;
 
         mix_importance(params, &beacon[offs], recent.empty() ? nullptr : &recent[offs], n, &importance[offs]);
-        beacon_select(params, &importance[offs], &restated[offs], n, plan.n_prefix, plan.n_keep, keep[head]);
+        beacon_select(params, &importance[offs], &plan.restated[i][offs], n, plan.n_prefix, plan.n_keep, keep[head]);
     }
 
     if (trace_on) {
-        trace_after(plan, i, scores, importance, restated);
+        keep_trace(layer.il, "restated_before", before);
+        trace_after(plan, i, scores, importance);
+    }
+}
+
+void llama_kv_beacon::list_newer(beacon_plan & plan, uint64_t round) const {
+    const uint32_t n     = plan.n();
+    const uint32_t n_new = std::min(n, params.window);  // since the last compaction
+    const uint32_t n_old = n - n_new;
+
+    const uint32_t share_old = std::max<uint32_t>(1, params.window / 4);
+    const uint32_t share_new = std::max<uint32_t>(1, params.window / 8);
+
+    const uint32_t stride_old = std::max<uint32_t>(1, (n_old + share_old - 1) / share_old);
+    for (uint32_t j = round % stride_old; j < n_old; j += stride_old) {
+        plan.newer.push_back(j);
+    }
+    const uint32_t stride_new = std::max<uint32_t>(1, n_new / share_new);
+    for (uint32_t j = n_old + (n_new - 1) % stride_new; j < n; j += stride_new) {
+        plan.newer.push_back(j);
+    }
+}
+
+void llama_kv_beacon::load_restated(beacon_plan & plan, uint32_t i) const {
+    const auto &   st    = streams[plan.stream];
+    const auto &   layer = layers[i];
+    const uint32_t n     = plan.n();
+
+    plan.restated[i].assign((size_t) layer.n_head_kv * n, 0.0f);
+    plan.twin[i].assign((size_t) layer.n_head_kv * n, -1);
+
+    // tokens that the last compaction saw
+    const uint32_t n_seen =
+        std::lower_bound(plan.table_pos.begin(), plan.table_pos.end(), st.pos_seen) - plan.table_pos.begin();
+
+    std::vector<int32_t> index(params.budget, -1);  // of these, by cell
+    for (uint32_t j = 0; j < n_seen; ++j) {
+        index[plan.cells[j]] = j;
+    }
+    for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
+        const size_t offs = layer.pos_offs + (size_t) head * params.budget;
+        for (uint32_t j = 0; j < n_seen; ++j) {
+            const int32_t cell = st.twin[offs + plan.cells[j]];
+            if (cell >= 0 && index[cell] >= 0) {
+                plan.restated[i][(size_t) head * n + j] = st.restated[offs + plan.cells[j]];
+                plan.twin[i][(size_t) head * n + j]     = index[cell];
+            }
+        }
     }
 }
 
@@ -696,7 +786,7 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     auto & cells = kv->v_cells[plan.stream];
 
     const uint32_t n      = plan.n();
-    const uint32_t i_last = n - params.n_recent;                         // first recent cell before
+    const uint32_t i_last = n - params.n_recent;  // first recent cell before
     const uint32_t n_mid  = plan.n_keep - plan.n_prefix - params.n_recent;
 
     if (trace_on) {
@@ -704,11 +794,24 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     }
 
     std::vector<int32_t> pos(pos_stride);
+    std::vector<float>   restated(pos_stride);
+    std::vector<int32_t> twin(pos_stride);
     for (uint32_t i = 0; i < layers.size(); ++i) {
         for (uint32_t head = 0; head < layers[i].n_head_kv; ++head) {
-            int32_t * dst = &pos[layers[i].pos_offs + (size_t) head * params.budget];
+            const auto & keep = plan.keep[i][head];
+            const size_t dst  = layers[i].pos_offs + (size_t) head * params.budget;
+            const size_t src  = (size_t) head * n;
+
+            std::vector<int32_t> cell(n, -1);  // where the cells are now
             for (uint32_t j = 0; j < plan.n_keep; ++j) {
-                dst[j] = pos_true(plan.stream, layers[i], head, plan.cells[plan.keep[i][head][j]]);
+                cell[keep[j]] = j;
+            }
+            for (uint32_t j = 0; j < plan.n_keep; ++j) {
+                const int32_t t = plan.twin[i][src + keep[j]];
+
+                pos[dst + j]      = pos_true(plan.stream, layers[i], head, plan.cells[keep[j]]);
+                restated[dst + j] = plan.restated[i][src + keep[j]];
+                twin[dst + j]     = t < 0 ? -1 : cell[t];
             }
         }
     }
@@ -717,7 +820,9 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     std::vector<std::pair<llama_pos, llama_kv_cell_ext>> table(plan.n_keep);
     for (uint32_t j = 0; j < plan.n_keep; ++j) {
         const bool     is_mid = j >= plan.n_prefix && j < plan.n_prefix + n_mid;
-        const uint32_t src    = j < plan.n_prefix ? j : is_mid ? i_last - n_mid + (j - plan.n_prefix) : j + n - plan.n_keep;
+        const uint32_t src    = j < plan.n_prefix ? j :
+                                is_mid            ? i_last - n_mid + (j - plan.n_prefix) :
+                                                    j + n - plan.n_keep;
 
         table[j] = { plan.table_pos[src], cells.ext_get(plan.cells[src]) };
         if (is_mid) {
@@ -734,6 +839,9 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     kv->v_heads[plan.stream] = plan.n_keep;
 
     st.pos      = std::move(pos);
+    st.restated = std::move(restated);
+    st.twin     = std::move(twin);
+    st.pos_seen = plan.now;
     st.boundary = std::max(st.boundary, table[plan.n_keep - params.n_recent].first);
     st.n_compact++;
     st.n_evicted_total += n - plan.n_keep;
@@ -742,11 +850,13 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
 void llama_kv_beacon::reserve(llama_context & lctx) {
     for (const auto & layer : layers) {
         if (!layer.stored) {
-            throw std::runtime_error(beacon_fail("layer %d of this model attends in a way that a KV budget does not cover", layer.il));
+            throw std::runtime_error(
+                beacon_fail("layer %d of this model attends in a way that a KV budget does not cover", layer.il));
         }
     }
     if (!lctx.get_cparams().flash_attn) {
-        throw std::runtime_error(beacon_fail("a KV budget needs flash attention, which the backend of this model's layers lacks"));
+        throw std::runtime_error(
+            beacon_fail("a KV budget needs flash attention, which the backend of this model's layers lacks"));
     }
     if (lctx.get_model().hparams.no_alloc) {
         return;
@@ -754,15 +864,16 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
 
     // a full cache and full query rows
     beacon_plan plan;
-    plan.params   = &params;
-    plan.kv       = kv;
-    plan.layers   = &layers;
-    plan.stream   = 0;
-    plan.now      = params.budget;
-    plan.boundary = 0;
-    plan.n_prefix = 0;
-    plan.n_keep   = params.budget;
-    plan.track    = true;
+    plan.params     = &params;
+    plan.kv         = kv;
+    plan.layers     = &layers;
+    plan.stream     = 0;
+    plan.now        = params.budget;
+    plan.boundary   = 0;
+    plan.n_prefix   = 0;
+    plan.n_keep     = params.budget;
+    plan.track      = true;
+    plan.mask_empty = true;
 
     plan.cells.resize(params.budget);
     std::iota(plan.cells.begin(), plan.cells.end(), 0);
@@ -773,20 +884,25 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
     plan.recent_rows = plan.track_rows;
     plan.recent_pos  = plan.track_rows;
 
+    list_newer(plan, 0);
+
     plan.keep.resize(layers.size());
     for (uint32_t i = 0; i < layers.size(); ++i) {
         plan.keep[i].assign(layers[i].n_head_kv, plan.cells);
     }
 
-    plan.i1 = std::min<uint32_t>(beacon_layers_per_graph(plan, lctx.get_gf_res_reserve()->get_max_nodes()), layers.size());
+    plan.i1 =
+        std::min<uint32_t>(beacon_layers_per_graph(plan, lctx.get_gf_res_reserve()->get_max_nodes()), layers.size());
 
     for (const bool is_score : { true, false }) {
         graph_run run(lctx);
 
         std::vector<beacon_scores> scores;
-        auto * gf = is_score ? beacon_build_graph_score(plan, run.res, &lctx, false, scores) : beacon_build_graph_move(plan, run.res);
+        auto *                     gf = is_score ? beacon_build_graph_score(plan, run.res, &lctx, false, scores) :
+                                                   beacon_build_graph_move(plan, run.res);
         if (ggml_graph_n_nodes(gf) > 0 && !ggml_backend_sched_reserve(lctx.get_sched(), gf)) {
-            throw std::runtime_error(beacon_fail("not enough memory for the %s graph of a compaction", is_score ? "score" : "move"));
+            throw std::runtime_error(
+                beacon_fail("not enough memory for the %s graph of a compaction", is_score ? "score" : "move"));
         }
     }
 }
@@ -812,7 +928,7 @@ bool llama_kv_beacon::pin(llama_seq_id seq_id, uint32_t n) {
 
     if (n > n_max) {
         beacon_fail("can't pin %u tokens: pin_share %g of a budget of %u cells leaves room for %u", n, params.pin_share,
-                params.budget, n_max);
+                    params.budget, n_max);
         return false;
     }
     if (n > n_seq) {
@@ -868,7 +984,7 @@ void llama_kv_beacon::get_stats(llama_seq_id seq_id, beacon_stats & stats) const
     for (uint32_t s = 0; s < n_stream; ++s) {
         const auto & st = streams[s];
 
-        stats.bytes_host += st.pos.size() * sizeof(int32_t);
+        stats.bytes_host += st.pos.size() * sizeof(int32_t) + (st.restated.size() + st.twin.size()) * sizeof(float);
         if (seq_id >= 0 && seq_id != (llama_seq_id) s) {
             continue;
         }
@@ -938,7 +1054,10 @@ static std::vector<float> read_queries(const ggml_tensor * t, uint32_t s, const 
     return res;
 }
 
-void llama_kv_beacon::trace_rows(const beacon_plan & plan, const char * k_name, const char * v_name, std::vector<int32_t> cells) {
+void llama_kv_beacon::trace_rows(const beacon_plan &  plan,
+                                 const char *         k_name,
+                                 const char *         v_name,
+                                 std::vector<int32_t> cells) {
     if (cells.empty()) {
         cells.resize(plan.n_keep);
         std::iota(cells.begin(), cells.end(), 0);
@@ -958,9 +1077,10 @@ void llama_kv_beacon::trace_before(const beacon_plan & plan) {
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
         const auto & layer = layers[i];
 
-        keep_trace(layer.il, "meta", std::vector<int32_t>{ (int32_t) plan.n(), (int32_t) plan.track_rows.size(),
-                (int32_t) plan.recent_rows.size(), (int32_t) plan.n_keep, (int32_t) plan.n_prefix, plan.boundary, plan.now,
-                (int32_t) layer.n_head });
+        keep_trace(layer.il, "meta",
+                   std::vector<int32_t>{ (int32_t) plan.n(), (int32_t) plan.track_rows.size(),
+                                         (int32_t) plan.recent_rows.size(), (int32_t) plan.n_keep,
+                                         (int32_t) plan.n_prefix, plan.boundary, plan.now, (int32_t) layer.n_head });
 
         std::vector<int32_t> pos;
         for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
@@ -977,8 +1097,11 @@ void llama_kv_beacon::trace_before(const beacon_plan & plan) {
 
         // of the first centroids the host made both
         const bool is_first = !streams[s].has_beacons;
-        for (const auto & [name, t] : { std::pair<std::string, ggml_tensor *>{ "centroids", layer.mean },
-                                        { "counts", layer.count }, { "norms", layer.norm } }) {
+        for (const auto & [name, t] : {
+                 std::pair<std::string, ggml_tensor *>{ "centroids", layer.mean  },
+                 { "counts",    layer.count },
+                 { "norms",     layer.norm  }
+        }) {
             auto data = read_beacons(t, s);
             if (is_first) {
                 std::fill(data.begin(), data.end(), 0.0f);
@@ -988,8 +1111,10 @@ void llama_kv_beacon::trace_before(const beacon_plan & plan) {
     }
 }
 
-void llama_kv_beacon::trace_after(const beacon_plan & plan, uint32_t i, const beacon_scores & scores,
-        const std::vector<float> & importance, const std::vector<float> & restated) {
+void llama_kv_beacon::trace_after(const beacon_plan &        plan,
+                                  uint32_t                   i,
+                                  const beacon_scores &      scores,
+                                  const std::vector<float> & importance) {
     const auto & layer = layers[i];
 
     keep_trace(layer.il, "q_pre", read_f32(scores.q_pre));
@@ -999,7 +1124,9 @@ void llama_kv_beacon::trace_after(const beacon_plan & plan, uint32_t i, const be
     keep_trace(layer.il, "counts", read_beacons(layer.count, plan.stream));
     keep_trace(layer.il, "norms", read_beacons(layer.norm, plan.stream));
     keep_trace(layer.il, "importance", importance);
-    keep_trace(layer.il, "restated", restated);
+    keep_trace(layer.il, "newer", plan.newer);
+    keep_trace(layer.il, "restated", plan.restated[i]);
+    keep_trace(layer.il, "twin", plan.twin[i]);
 
     std::vector<int32_t> keep;
     for (const auto & head : plan.keep[i]) {

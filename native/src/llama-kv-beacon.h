@@ -17,11 +17,13 @@ struct llama_cparams;
 // One object per cache, created by the cache's constructor when the thread has a budget pending (beacon_scope_begin).
 // Every stream holds one sequence. The patched call sites in upstream's files are the only users outside native/.
 class llama_kv_beacon {
-public:
+  public:
     // nullptr without a pending budget, or for a cache that the budget leaves alone (SWA). Throws for one that it
     // cannot serve.
-    static std::unique_ptr<llama_kv_beacon> create(
-            bool v_trans, const llama_kv_cache * other, llama_swa_type swa_type, const char * name_tag);
+    static std::unique_ptr<llama_kv_beacon> create(bool                   v_trans,
+                                                   const llama_kv_cache * other,
+                                                   llama_swa_type         swa_type,
+                                                   const char *           name_tag);
 
     // the budgeted cache inside a memory module, or nullptr
     static llama_kv_beacon * find(const llama_memory_i * mem);
@@ -42,8 +44,12 @@ public:
     //
 
     // store the rotated queries q_cur [n_embd_head, n_head, n_tokens] of layer il
-    void build_store_q(
-            ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, ggml_tensor * q_cur, float kq_scale, int il);
+    void build_store_q(ggml_context *     ctx,
+                       ggml_cgraph *      gf,
+                       llm_graph_result * res,
+                       ggml_tensor *      q_cur,
+                       float              kq_scale,
+                       int                il);
 
     void set_input_q_idxs(ggml_tensor * dst, const llama_ubatch * ubatch);
 
@@ -102,28 +108,37 @@ public:
 
     const std::vector<beacon_layer> & get_layers() const { return layers; }
 
-    void set_trace(bool on);
+    void                         set_trace(bool on);
     const std::vector<uint8_t> * get_trace(int32_t il, const std::string & name) const;
 
-private:
+  private:
     explicit llama_kv_beacon(const beacon_params & params) : params(params) {}
 
     // state of a stream = of the sequence that lives in it
     struct stream_state {
         beacon_query_rows rows;
 
-        bool     has_beacons = false; // the centroids are initialised
-        uint32_t n_tracked   = 0;     // layers that the current sample is folded into already
+        bool     has_beacons = false;  // the centroids are initialised
+        bool     has_empty   = false;  // some of them were left without a query
+        uint32_t n_tracked   = 0;      // layers that the current sample is folded into already
 
-        uint32_t  n_pin    = 0; // first positions that stay
-        llama_pos boundary = 0; // from here on every head holds every token; 0: nothing was evicted
+        uint32_t  n_pin    = 0;        // first positions that stay
+        llama_pos boundary = 0;        // from here on every head holds every token; 0: nothing was evicted
 
-        bool prompt_open = true; // no single token was decoded since the last batch
+        bool prompt_open = true;       // no single token was decoded since the last batch
 
         uint32_t n_new_requested = 0;
 
         uint64_t n_compact       = 0;
         uint64_t n_evicted_total = 0;
+
+        uint32_t n_round = 0;  // compactions since the sequence began, for turns
+
+        // of the cells before position pos_seen, the highest cosine of their key to a newer one that was compared with
+        // them, and the cell of that one; -1: it was evicted, which makes the cosine void. [layer][KV head][cell]
+        llama_pos            pos_seen = 0;
+        std::vector<float>   restated;
+        std::vector<int32_t> twin;
 
         // true positions of the cells that the table gives a stand-in: [layer][KV head][cell], see pos_true()
         std::vector<int32_t> pos;
@@ -138,7 +153,7 @@ private:
     std::vector<beacon_layer> layers;
     std::vector<stream_state> streams;
 
-    size_t pos_stride = 0; // int32 per stream in stream_state::pos
+    size_t pos_stride = 0;  // int32 per stream in stream_state::pos
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 
@@ -146,10 +161,10 @@ private:
     int64_t us_select = 0;
     int64_t us_move   = 0;
 
-    bool trace_on = false;
+    bool                                                            trace_on = false;
     std::map<std::pair<int32_t, std::string>, std::vector<uint8_t>> trace;
 
-    int32_t stream_of(llama_seq_id seq_id) const; // -1: no such sequence
+    int32_t stream_of(llama_seq_id seq_id) const;  // -1: no such sequence
 
     static void reset_stream(stream_state & st);
 
@@ -165,6 +180,12 @@ private:
     // first centroids of a layer, from q [n_embd_head, n_head, n_rows] with the rotation undone
     void init_beacons(uint32_t s, const beacon_layer & layer, const std::vector<float> & q, uint32_t n_rows);
 
+    // keys that this compaction compares with the others: new ones, and a share of the old ones that takes turns
+    void list_newer(beacon_plan & plan, uint64_t round) const;
+
+    // what earlier compactions found restated, of layer i
+    void load_restated(beacon_plan & plan, uint32_t i) const;
+
     // decide what layer i keeps
     void select(beacon_plan & plan, uint32_t i, const beacon_scores & scores);
 
@@ -175,6 +196,8 @@ private:
 
     void trace_rows(const beacon_plan & plan, const char * k_name, const char * v_name, std::vector<int32_t> cells);
     void trace_before(const beacon_plan & plan);
-    void trace_after(const beacon_plan & plan, uint32_t i, const beacon_scores & scores,
-            const std::vector<float> & importance, const std::vector<float> & restated);
+    void trace_after(const beacon_plan &        plan,
+                     uint32_t                   i,
+                     const beacon_scores &      scores,
+                     const std::vector<float> & importance);
 };
