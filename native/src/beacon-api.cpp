@@ -142,7 +142,8 @@ int beacon_make_room(llama_context & lctx, const llama_batch_allocr & balloc) {
 
     const uint32_t n_seq = lctx.get_cparams().n_seq_max;
 
-    // tokens of each sequence; with one, image patches that share a position count as well
+    // tokens of each sequence; at most that many where image patches share a position
+    const bool            is_exact = lctx.get_model().hparams.n_pos_per_embd() == 1;
     std::vector<uint32_t> n_new(n_seq, 0);
     for (uint32_t s = 0; s < n_seq; ++s) {
         if (balloc.seq_pos_min(s) < 0) {
@@ -153,7 +154,7 @@ int beacon_make_room(llama_context & lctx, const llama_batch_allocr & balloc) {
                         lctx.n_ctx_seq());
             return 1;
         }
-        n_new[s] = n_seq == 1 ? balloc.get_n_tokens() : balloc.seq_pos_max(s) - balloc.seq_pos_min(s) + 1;
+        n_new[s] = is_exact ? balloc.seq_pos_max(s) - balloc.seq_pos_min(s) + 1 : balloc.get_n_tokens();
     }
 
     const auto fits = [&](uint32_t s) {
@@ -174,7 +175,7 @@ int beacon_make_room(llama_context & lctx, const llama_batch_allocr & balloc) {
 
     for (uint32_t s = 0; s < n_seq; ++s) {
         if (!fits(s)) {
-            return 1;  // compact() said why
+            return beacon->get_failure();
         }
     }
     return 0;
@@ -197,6 +198,9 @@ const char * beacon_last_error(void) {
 }
 
 void beacon_params_default(beacon_params * params) {
+    if (!params) {
+        return;
+    }
     *params = {
         /*.budget       =*/0,
         /*.window       =*/128,
@@ -332,6 +336,9 @@ bool beacon_enabled(const llama_context * ctx) {
 int beacon_get_params(const llama_context * ctx, beacon_params * params) {
     int    status;
     auto * beacon = get_beacon(ctx, 0, status);
+    if (!params) {
+        return fail(BEACON_INVALID, "params is NULL");
+    }
     if (beacon) {
         *params = beacon->get_params();
     }

@@ -434,14 +434,16 @@ ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
 }
 
 uint32_t beacon_layers_per_graph(const beacon_plan & plan, int64_t max_nodes) {
-    int64_t n_blocks = 1;
+    int64_t n_blocks = 2;
     for (const auto & layer : *plan.layers) {
         const int64_t n_probes = plan.params->n_probe * (layer.n_head / layer.n_head_kv);
-        n_blocks               = std::max(n_blocks, n_probes / block_size(plan, layer) + 1);
+        const int64_t n_beacon = plan.params->n_beacon;
+        const int64_t size     = block_size(plan, layer);
+        n_blocks               = std::max(n_blocks, (n_probes + size - 1) / size + (n_beacon + size - 1) / size);
     }
 
     // tensors that a layer creates, views included, and the inputs that all layers share
-    const int64_t n_layer  = 110 + 40 * (n_blocks + 1);
+    const int64_t n_layer  = 110 + 40 * n_blocks;
     const int64_t n_shared = 32;
 
     return std::max<int64_t>(1, (max_nodes - n_shared) / n_layer);

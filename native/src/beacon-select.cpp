@@ -36,8 +36,8 @@ void beacon_query_rows::push(int32_t pos) {
         return;
     }
 
-    if (pos % stride_min != 0 || pos % stride != 0) {
-        return;
+    if (pos % stride != 0 || std::find(track.begin(), track.end(), pos) != track.end()) {
+        return;  // not sampled, or there already: the patches of an image share a position
     }
 
     auto it = std::find(track.begin(), track.end(), -1);

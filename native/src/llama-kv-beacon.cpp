@@ -226,10 +226,12 @@ void llama_kv_beacon::set_input_q_idxs(ggml_tensor * dst, const llama_ubatch * u
 
     // a prompt has ended when a single token follows a batch: pin it if it is small
     for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
-        auto & st = streams[kv->seq_to_stream[ubatch->seq_id[i][0]]];
+        const uint32_t s  = kv->seq_to_stream[ubatch->seq_id[i][0]];
+        auto &         st = streams[s];
 
-        const uint32_t n = n_tokens[kv->seq_to_stream[ubatch->seq_id[i][0]]];
-        if (n == 1 && st.prompt_open && st.boundary == 0 && ubatch->pos[i] <= params.budget * params.pin_share) {
+        const uint32_t n      = n_tokens[s];
+        const uint32_t n_used = kv->v_cells[s].get_used() - 1;  // before this token
+        if (n == 1 && st.prompt_open && st.boundary == 0 && n_used <= params.budget * params.pin_share) {
             st.n_pin = std::max<uint32_t>(st.n_pin, ubatch->pos[i]);
         }
         st.prompt_open = n > 1;
@@ -239,9 +241,15 @@ void llama_kv_beacon::set_input_q_idxs(ggml_tensor * dst, const llama_ubatch * u
 
     // a row that is taken twice in one ubatch belongs to the later token, the earlier one is scrapped
     std::vector<int64_t> idxs(ubatch->n_tokens);
-    for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
+    std::vector<bool>    taken(n_stream * n_rows, false);
+    for (int64_t i = ubatch->n_tokens - 1; i >= 0; --i) {
         const uint32_t s = kv->seq_to_stream[ubatch->seq_id[i][0]];
-        idxs[i]          = (int64_t) s * n_rows + streams[s].rows.row_of(ubatch->pos[i]);
+
+        idxs[i] = s * n_rows + streams[s].rows.row_of(ubatch->pos[i]);
+        if (taken[idxs[i]]) {
+            idxs[i] = s * n_rows + n_rows - 1;
+        }
+        taken[idxs[i]] = true;
     }
     ggml_backend_tensor_set(dst, idxs.data(), 0, ggml_nbytes(dst));
 }
@@ -376,7 +384,7 @@ bool llama_kv_beacon::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     return true;
 }
 
-bool llama_kv_beacon::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+bool llama_kv_beacon::can_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) const {
     if (seq_id_src == seq_id_dst) {
         return false;  // nothing to do
     }
@@ -392,7 +400,31 @@ bool llama_kv_beacon::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, l
         return false;
     }
 
+    return true;
+}
+
+bool llama_kv_beacon::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
+    if (!can_seq_cp(seq_id_src, seq_id_dst, p0, p1)) {
+        return false;
+    }
     streams[stream_of(seq_id_dst)] = streams[stream_of(seq_id_src)];
+    return true;
+}
+
+bool llama_kv_beacon::mem_prepare_seq_cp(const llama_memory_i * mem,
+                                         llama_seq_id           seq_id_src,
+                                         llama_seq_id           seq_id_dst,
+                                         llama_pos &            p0,
+                                         llama_pos &            p1) {
+    auto * beacon = find(mem);
+    if (!beacon) {
+        return true;
+    }
+    if (!beacon->can_seq_cp(seq_id_src, seq_id_dst, p0, p1)) {
+        return false;
+    }
+    p0 = -1;
+    p1 = -1;
     return true;
 }
 
@@ -450,6 +482,8 @@ void llama_kv_beacon::cancel() {
 bool llama_kv_beacon::compact(llama_context & lctx) {
     llama_synchronize(&lctx);
 
+    status = GGML_STATUS_SUCCESS;
+
     bool res = true;
     for (uint32_t s = 0; s < n_stream; ++s) {
         if (streams[s].n_new_requested > 0) {
@@ -459,6 +493,20 @@ bool llama_kv_beacon::compact(llama_context & lctx) {
     cancel();
 
     return res;
+}
+
+int llama_kv_beacon::get_failure() const {
+    switch (status) {
+        case GGML_STATUS_ABORTED:
+            return 2;
+        case GGML_STATUS_ALLOC_FAILED:
+            return -2;
+        case GGML_STATUS_FAILED:
+            return -3;
+        case GGML_STATUS_SUCCESS:
+            break;
+    }
+    return 1;  // the batch is too large
 }
 
 void llama_kv_beacon::list_cells(uint32_t s, std::vector<int32_t> & cells) const {
@@ -496,20 +544,19 @@ struct graph_run {
         res->reset();
     }
 
-    bool compute(ggml_cgraph * gf, const char * what) {
-        if (!ggml_backend_sched_alloc_graph(lctx.get_sched(), gf)) {
-            beacon_fail("failed to allocate the %s graph of a compaction", what);
-            return false;
-        }
-        res->set_inputs(nullptr);
+    // GGML_STATUS_ALLOC_FAILED: nothing was computed
+    ggml_status compute(ggml_cgraph * gf, const char * what) {
+        ggml_status status = GGML_STATUS_ALLOC_FAILED;
+        if (ggml_backend_sched_alloc_graph(lctx.get_sched(), gf)) {
+            res->set_inputs(nullptr);
 
-        const ggml_status status = lctx.graph_compute(gf, true);
-        ggml_backend_sched_synchronize(lctx.get_sched());
+            status = lctx.graph_compute(gf, true);
+            ggml_backend_sched_synchronize(lctx.get_sched());
+        }
         if (status != GGML_STATUS_SUCCESS) {
             beacon_fail("the %s graph of a compaction failed: %s", what, ggml_status_to_string(status));
-            return false;
         }
-        return true;
+        return status;
     }
 };
 
@@ -563,7 +610,9 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         std::lower_bound(plan.table_pos.begin(), plan.table_pos.end(), (int32_t) std::max(params.n_sink, st.n_pin)) -
         plan.table_pos.begin();
 
-    const int64_t n_target = (int64_t) beacon_n_held(params, plan.now + n_new) - n_new;
+    // with images there are more cells than positions
+    const int64_t n_after  = std::max<int64_t>(plan.now, n) + n_new;
+    const int64_t n_target = (int64_t) beacon_n_held(params, n_after) - n_new;
     plan.n_keep            = std::max<int64_t>(n_target, plan.n_prefix + params.n_recent);
 
     if (plan.n_keep + n_new > params.budget || plan.n_keep >= n) {
@@ -574,6 +623,10 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
 
     st.rows.list(false, plan.track_rows, plan.track_pos);
     st.rows.list(true, plan.recent_rows, plan.recent_pos);
+
+    if (!st.has_beacons && plan.track_rows.empty()) {
+        zero_beacons(s);  // another sequence's may be there
+    }
 
     plan.keep.resize(layers.size());
     plan.restated.resize(layers.size());
@@ -599,7 +652,8 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
             plan.init_only = true;
 
             graph_run run(lctx);
-            if (!run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score")) {
+            status = run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score");
+            if (status != GGML_STATUS_SUCCESS) {
                 return false;
             }
             for (uint32_t i = plan.i0; i < plan.i1; ++i) {
@@ -616,7 +670,8 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         }
 
         graph_run run(lctx);
-        if (!run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score")) {
+        status = run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score");
+        if (status != GGML_STATUS_SUCCESS) {
             return false;
         }
         st.n_tracked = plan.i1;
@@ -639,21 +694,33 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     const auto abort_callback_data = lctx.abort_callback_data;
     lctx.set_abort_callback(nullptr, nullptr);
 
-    bool moved = true;
-    for (plan.i0 = 0; moved && plan.i0 < layers.size(); plan.i0 = plan.i1) {
+    bool is_intact = true;  // no row has moved
+    for (plan.i0 = 0; status == GGML_STATUS_SUCCESS && plan.i0 < layers.size(); plan.i0 = plan.i1) {
         plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
 
         graph_run run(lctx);
-        auto *    gf = beacon_build_graph_move(plan, run.res);
-        moved        = ggml_graph_n_nodes(gf) == 0 || run.compute(gf, "move");
-        for (uint32_t i = plan.i0; moved && i < plan.i1; ++i) {
+
+        auto * gf = beacon_build_graph_move(plan, run.res);
+        if (ggml_graph_n_nodes(gf) > 0) {
+            status    = run.compute(gf, "move");
+            is_intact = is_intact && status == GGML_STATUS_ALLOC_FAILED;
+        }
+        for (uint32_t i = plan.i0; status == GGML_STATUS_SUCCESS && i < plan.i1; ++i) {
             if (!beacon_can_move_in_graph(layers[i])) {
                 beacon_move_host(plan, i);
+                is_intact = false;
             }
         }
     }
     lctx.set_abort_callback(abort_callback, abort_callback_data);
-    if (!moved) {
+    if (status != GGML_STATUS_SUCCESS) {
+        if (!is_intact) {
+            // some layers have moved and others not: better an empty sequence than a wrong one
+            cells.reset();
+            kv->v_heads[s] = 0;
+            reset_stream(st);
+            beacon_fail("rows could not be moved (%s): sequence %d is lost", ggml_status_to_string(status), seq_id);
+        }
         return false;
     }
 
@@ -668,6 +735,14 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
                     plan.now, st.boundary);
 
     return true;
+}
+
+void llama_kv_beacon::zero_beacons(uint32_t s) {
+    for (const auto & layer : layers) {
+        for (ggml_tensor * t : { layer.mean, layer.count, layer.norm }) {
+            ggml_backend_tensor_memset(t, 0, s * t->nb[3], t->nb[3]);
+        }
+    }
 }
 
 void llama_kv_beacon::init_beacons(uint32_t                   s,
@@ -714,7 +789,7 @@ void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores
     for (size_t j = 0; j < restated.size(); ++j) {
         if (restated[j] > plan.restated[i][j]) {  // false for NaN: no newer key
             plan.restated[i][j] = std::min(restated[j], 1.0f);
-            plan.twin[i][j]     = plan.newer[std::lround(twin[j])];
+            plan.twin[i][j]     = plan.newer[std::clamp<int64_t>(std::lround(twin[j]), 0, plan.newer.size() - 1)];
         }
     }
 
@@ -826,7 +901,8 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
 
         table[j] = { plan.table_pos[src], cells.ext_get(plan.cells[src]) };
         if (is_mid) {
-            table[j].first = std::max<llama_pos>(0, plan.table_pos[i_last] - (int32_t) (n_mid - (j - plan.n_prefix)));
+            table[j].first = std::max<llama_pos>(std::max(params.n_sink, st.n_pin),
+                                                 plan.table_pos[i_last] - (int32_t) (n_mid - (j - plan.n_prefix)));
         }
     }
 
@@ -891,18 +967,22 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
         plan.keep[i].assign(layers[i].n_head_kv, plan.cells);
     }
 
-    plan.i1 =
-        std::min<uint32_t>(beacon_layers_per_graph(plan, lctx.get_gf_res_reserve()->get_max_nodes()), layers.size());
+    const uint32_t n_per_graph = beacon_layers_per_graph(plan, lctx.get_gf_res_reserve()->get_max_nodes());
 
-    for (const bool is_score : { true, false }) {
-        graph_run run(lctx);
+    for (plan.i0 = 0; plan.i0 < layers.size(); plan.i0 = plan.i1) {
+        plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
 
-        std::vector<beacon_scores> scores;
-        auto *                     gf = is_score ? beacon_build_graph_score(plan, run.res, &lctx, false, scores) :
-                                                   beacon_build_graph_move(plan, run.res);
-        if (ggml_graph_n_nodes(gf) > 0 && !ggml_backend_sched_reserve(lctx.get_sched(), gf)) {
-            throw std::runtime_error(
-                beacon_fail("not enough memory for the %s graph of a compaction", is_score ? "score" : "move"));
+        for (const bool is_score : { true, false }) {
+            graph_run run(lctx);
+
+            std::vector<beacon_scores> scores;
+
+            auto * gf = is_score ? beacon_build_graph_score(plan, run.res, &lctx, false, scores) :
+                                   beacon_build_graph_move(plan, run.res);
+            if (ggml_graph_n_nodes(gf) > 0 && !ggml_backend_sched_reserve(lctx.get_sched(), gf)) {
+                throw std::runtime_error(
+                    beacon_fail("not enough memory for the %s graph of a compaction", is_score ? "score" : "move"));
+            }
         }
     }
 }
@@ -922,11 +1002,18 @@ llama_pos llama_kv_beacon::boundary(llama_seq_id seq_id) const {
 bool llama_kv_beacon::pin(llama_seq_id seq_id, uint32_t n) {
     auto & st = streams[stream_of(seq_id)];
 
+    const auto &   cells = kv->v_cells[stream_of(seq_id)];
     const uint32_t n_max = std::max<uint32_t>(params.n_sink, params.budget * params.pin_share);
-    const uint32_t n_seq = kv->v_cells[stream_of(seq_id)].seq_pos_max(seq_id) + 1;
+    const uint32_t n_seq = cells.seq_pos_max(seq_id) + 1;
     const uint32_t n_now = std::max(params.n_sink, st.n_pin);
 
-    if (n > n_max) {
+    // images take more cells than positions
+    uint32_t n_cells = 0;
+    for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
+        n_cells += cells.pos_in(i, 0, n);
+    }
+
+    if (std::max(n, n_cells) > n_max) {
         beacon_fail("can't pin %u tokens: pin_share %g of a budget of %u cells leaves room for %u", n, params.pin_share,
                     params.budget, n_max);
         return false;

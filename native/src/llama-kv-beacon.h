@@ -31,6 +31,13 @@ class llama_kv_beacon {
     // what seq_rm on a whole memory module would answer as far as the budget is concerned; true without one
     static bool mem_can_seq_rm(const llama_memory_i * mem, llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
+    // before seq_cp on a module of several caches: may it? If so the range becomes the whole, which all of them copy
+    static bool mem_prepare_seq_cp(const llama_memory_i * mem,
+                                   llama_seq_id           seq_id_src,
+                                   llama_seq_id           seq_id_dst,
+                                   llama_pos &            p0,
+                                   llama_pos &            p1);
+
     // bytes of the module's caches, and with a budget what its sequences hold
     static void get_memory_stats(const llama_memory_i * mem, beacon_stats & stats, llama_seq_id seq_id);
 
@@ -68,6 +75,9 @@ class llama_kv_beacon {
     // before the cells are removed; false: refuse
     bool seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1);
 
+    // a sequence is copied as a whole, into a stream of its own; says why not
+    bool can_seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) const;
+
     // before the cells are copied; false: refuse
     bool seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1);
 
@@ -89,6 +99,9 @@ class llama_kv_beacon {
 
     // compact every stream that room was requested for; false: nothing was lost and no room was made
     bool compact(llama_context & lctx);
+
+    // what decode shall return after a compaction that made no room
+    int get_failure() const;
 
     //
     // public C API (beaconkv.h)
@@ -157,6 +170,8 @@ class llama_kv_beacon {
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 
+    ggml_status status = GGML_STATUS_SUCCESS;  // of the last compaction's graphs
+
     int64_t us_score  = 0;
     int64_t us_select = 0;
     int64_t us_move   = 0;
@@ -176,6 +191,8 @@ class llama_kv_beacon {
     int32_t pos_true(uint32_t s, const beacon_layer & layer, uint32_t head, uint32_t cell) const;
 
     bool compact_stream(llama_context & lctx, uint32_t s);
+
+    void zero_beacons(uint32_t s);
 
     // first centroids of a layer, from q [n_embd_head, n_head, n_rows] with the rotation undone
     void init_beacons(uint32_t s, const beacon_layer & layer, const std::vector<float> & q, uint32_t n_rows);
