@@ -393,6 +393,20 @@ def test_a_copied_sequence_goes_on_like_its_source(tiny: Tiny) -> None:
         assert_sane(ctx, 1)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite_hybrid"])
+def test_a_copy_takes_the_whole_sequence_or_nothing(name: str, tiny: Tiny) -> None:
+    tokens = random_tokens(620)
+    with Context(tiny(name), unpinned(), n_ctx=1024, n_seq_max=2) as ctx:
+        ctx.decode(tokens[:600], 0)
+        llama_cpp.llama_memory_seq_cp(ctx.memory, 0, 1, 0, 300)
+        assert llama_cpp.llama_memory_seq_pos_max(ctx.memory, 1) == -1  # in both halves
+        assert "copied as a whole" in _native.last_error()
+        llama_cpp.llama_memory_seq_cp(ctx.memory, 0, 1, 0, 600)
+        ctx.length[1] = 600
+        np.testing.assert_array_equal(ctx.step(tokens[600:], 0), ctx.step(tokens[600:], 1))
+        assert ctx.positions(1) == ctx.positions(0)
+
+
 def test_a_unified_cache_of_several_sequences_is_declined(tiny: Tiny) -> None:
     with pytest.raises(RuntimeError, match="kv_unified"):
         Context(tiny("llama"), unpinned(), n_ctx=1024, n_seq_max=2, kv_unified=True)
