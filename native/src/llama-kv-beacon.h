@@ -97,7 +97,7 @@ class llama_kv_beacon {
     bool is_requested() const;
     void cancel();
 
-    // compact every stream that room was requested for; false: nothing was lost and no room was made
+    // compact every stream that room was requested for; false: a stream has no room, get_failure() says why
     bool compact(llama_context & lctx);
 
     // what decode shall return after a compaction that made no room
