@@ -484,10 +484,11 @@ bool llama_kv_beacon::compact(llama_context & lctx) {
 
     status = GGML_STATUS_SUCCESS;
 
+    // the first failure is the one that get_failure() tells
     bool res = true;
-    for (uint32_t s = 0; s < n_stream; ++s) {
+    for (uint32_t s = 0; res && s < n_stream; ++s) {
         if (streams[s].n_new_requested > 0) {
-            res = compact_stream(lctx, s) && res;
+            res = compact_stream(lctx, s);
         }
     }
     cancel();
