@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import llama_cpp
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -121,7 +122,7 @@ def test_errors_are_one_line(
         assert result.stderr.startswith("error: ")
 
 
-@pytest.mark.skipif(cli.llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
+@pytest.mark.skipif(llama_cpp.llama_supports_gpu_offload(), reason="this build has a GPU")
 def test_gpu_layers_warn(smollm2_path: Path) -> None:
     result = invoke(
         "run", "--model", smollm2_path, *SMALL, "--max-tokens", "1", "--n-gpu-layers", "5"
@@ -176,7 +177,7 @@ def test_info() -> None:
     result = invoke("info")
     assert result.exit_code == 0, result.output
     assert beaconkv_gguf.__version__ in result.stdout
-    assert cli.llama_cpp.__version__ in result.stdout
+    assert llama_cpp.__version__ in result.stdout
     assert "CPU" in result.stdout
     assert str(_library.library_dir())[:40] in result.stdout
 

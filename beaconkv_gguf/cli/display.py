@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from .stats import MIB, KVStats
+from ..stats import MIB, KVStats
 
 
 class Display(Protocol):

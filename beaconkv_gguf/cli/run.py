@@ -1,30 +1,21 @@
-"""Command line: ``beaconkv-gguf run`` and ``beaconkv-gguf info``."""
+"""``beaconkv-gguf run``."""
 
 import codecs
-import contextlib
-import ctypes
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Optional, Union
+from typing import Annotated, Any, Optional
 
 import llama_cpp
 import numpy as np
 import typer
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
-from . import __version__, _library, _native
-from .config import KVBudget
-from .default_model import cache_dir, cached_model_path, default_model_path
+from ..llama import Llama
+from .common import errors, fetch_default_model, one_line_errors, parse_budget, parse_type
 from .display import Display, PlainDisplay, TerminalDisplay
-from .llama import Llama
-from .stats import MIB
 
 DEMO_PROMPT = (
     "Explain step by step how a lighthouse works: the lamp, the lens, the tower and the keeper. "
@@ -35,43 +26,7 @@ DEMO_PROMPT = (
 DEMO_BUDGET = 512
 DEMO_TOKENS = 1536
 
-app = typer.Typer(
-    help="llama.cpp with a bounded KV cache for long reasoning.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
-
-@contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """An expected failure is one line on stderr and exit code 1."""
-    try:
-        yield
-    except (OSError, RuntimeError, TypeError, ValueError) as error:
-        message = " ".join(str(error).split())
-        errors.print(Text(f"error: {message}", style="bold red"))
-        raise typer.Exit(1) from None
-
-
-def _parse_budget(text: str) -> KVBudget:
-    """``1280``, ``0.2``, ``auto`` or ``off``."""
-    if text == "auto":
-        return text
-    if text == "off":
-        return None
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(text)
-    raise typer.BadParameter(f"{text!r} is no number of cells, share of n-ctx, 'auto' or 'off'")
-
-
-def _parse_type(text: str) -> Union[int, str]:
-    return int(text) if text.isdigit() else text
-
-
-@app.command()
 def run(
     model: Annotated[
         Optional[Path],
@@ -134,13 +89,13 @@ def run(
     if prompt is not None and prompt_file is not None:
         raise typer.BadParameter("--prompt and --prompt-file exclude each other")
     demo = model is None
-    budget = DEMO_BUDGET if kv_budget is None and demo else _parse_budget(kv_budget or "auto")
+    budget = DEMO_BUDGET if kv_budget is None and demo else parse_budget(kv_budget or "auto")
     if ignore_eos is None:
         ignore_eos = demo and prompt is None and prompt_file is None
-    with _one_line_errors():
+    with one_line_errors():
         if prompt_file is not None:
             prompt = prompt_file.read_text(encoding="utf-8")
-        path = model if model is not None else _fetch_default_model()
+        path = model if model is not None else fetch_default_model()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", RuntimeWarning)
             llm = Llama(
@@ -151,8 +106,8 @@ def run(
                 n_threads=threads,
                 n_threads_batch=threads,
                 n_gpu_layers=n_gpu_layers,
-                type_k=_parse_type(type_k),
-                type_v=_parse_type(type_v),
+                type_k=parse_type(type_k),
+                type_v=parse_type(type_v),
                 flash_attn=type_v not in ("f16", "bf16", "f32"),
                 seed=seed,
                 verbose=False,
@@ -169,22 +124,6 @@ def run(
                 done = _generate(llm, tokens, n_max, display, temp, repeat_penalty, ignore_eos)
     if not done:
         raise typer.Exit(130)
-
-
-def _fetch_default_model() -> Path:
-    cached = cached_model_path()
-    if cached is not None:
-        return cached
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn()
-    with Progress(*columns, console=errors, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(f"{what} default model", total=total)
-            bar.update(tasks[what], completed=done)
-
-        return default_model_path(report)
 
 
 def _prompt_tokens(llm: Llama, prompt: str, raw: bool) -> list[int]:
@@ -251,57 +190,3 @@ def _generate(
         f"{rate():.1f} tokens/s\n{llm.kv_stats()}"
     )
     return done
-
-
-@app.command()
-def info() -> None:
-    """Print versions, compiled backends, devices and paths."""
-    with _one_line_errors():
-        cached = cached_model_path()
-        rows = [
-            ("beaconkv_gguf", f"{__version__} (native {_native.version()})"),
-            ("llama.cpp", f"of llama-cpp-python {llama_cpp.__version__}"),
-            ("backends", ", ".join(_backends())),
-            ("devices", "\n".join(_devices())),
-            ("system", llama_cpp.llama_print_system_info().decode().strip()),
-            ("libraries", str(_library.library_dir())),
-            ("default model", str(cached or f"not fetched yet, goes to {cache_dir()}")),
-        ]
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="cyan", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in rows:
-        grid.add_row(name, Text(value))
-    Console().print(grid)
-
-
-def _ggml(name: str, restype: Any, *argtypes: Any) -> Any:
-    function = getattr(_library.load("ggml"), name)
-    function.restype, function.argtypes = restype, argtypes
-    return function
-
-
-def _backends() -> list[str]:
-    """Names of the backends that are compiled in."""
-    get = _ggml("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
-    name = _ggml("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
-    count = _ggml("ggml_backend_reg_count", ctypes.c_size_t)()
-    return [name(get(i)).decode() for i in range(count)]
-
-
-def _devices() -> list[str]:
-    """Name, description and memory of each device."""
-    get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-    description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
-    size_p = ctypes.POINTER(ctypes.c_size_t)
-    memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
-    result = []
-    for i in range(_ggml("ggml_backend_dev_count", ctypes.c_size_t)()):
-        device = get(i)
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        memory(device, ctypes.byref(free), ctypes.byref(total))
-        result.append(
-            f"{name(device).decode()}: {description(device).decode()}, {total.value / MIB:,.0f} MiB"
-        )
-    return result
