@@ -84,6 +84,14 @@ def check(status: int) -> None:
     raise ValueError(message) if status == lib.BEACON_INVALID else BeaconError(message)
 
 
+def policies() -> tuple[str, ...]:
+    """Names of the policies, in the order of ``enum beacon_policy``."""
+    names: list[str] = []
+    while (name := lib.beacon_policy_name(len(names))) != ffi.NULL:
+        names.append(ffi.string(name).decode())
+    return tuple(names)
+
+
 def params(**values: Any) -> Any:
     """A ``struct beacon_params *``: the defaults, with the fields of `values` set."""
     result = ffi.new("struct beacon_params *")
@@ -221,14 +229,18 @@ _TRACE: dict[str, tuple[Any, tuple[str, ...]]] = {
     "norms": (np.float32, ("H", "m")),
     "probes": (np.float32, ("H", "P", "*")),
     "importance": (np.float32, ("H", "n")),
+    "similar": (np.float32, ("H", "n")),
+    "expected": (np.float32, ("H", "n")),
+    "v_norm": (np.float32, ("H", "n")),
+    "score": (np.float32, ("H", "n")),
     "newer": (np.int32, ("*",)),
-    "restated_before": (np.float32, ("H", "n")),
-    "restated": (np.float32, ("H", "n")),
+    "carried_before": (np.float32, ("H", "n")),
+    "carried": (np.float32, ("H", "n")),
     "twin": (np.int32, ("H", "n")),
     "keep": (np.int32, ("H", "n_keep")),
 }
 
-_META = ("n", "N", "R", "n_keep", "n_prefix", "boundary", "next_pos", "n_head")
+_META = ("n", "N", "R", "n_keep", "n_prefix", "boundary", "next_pos", "n_head", "m", "P")
 
 
 def trace(ctx: Any, il: int, name: str) -> npt.NDArray[Any]:
@@ -254,6 +266,4 @@ def trace_meta(ctx: Any, il: int) -> dict[str, int]:
     """Sizes of layer `il`'s last traced compaction by the letters of beaconkv.h."""
     sizes = dict(zip(_META, trace(ctx, il, "meta").tolist()))
     sizes["H"] = n_head_kv(ctx, il)
-    sizes["m"] = get_params(ctx)["n_beacon"]
-    sizes["P"] = sizes["m"] + sizes["R"] * sizes["n_head"] // sizes["H"]
     return sizes

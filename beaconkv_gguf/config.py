@@ -13,6 +13,19 @@ from . import _native
 #: Budgets are best a multiple of this: attention reads the cache in steps of it.
 CELL_STEP = 256
 
+#: What a bounded cache may keep: "beacon" and what others do, on the same engine. All hold the same
+#: budget, sinks, recent window and pins.
+#:
+#: =============== ===============================================================================
+#: "beacon"        beacons and recent queries, restated keys out of the way (the default)
+#: "recent"        attention of the recent queries, as SnapKV (arXiv 2404.14469)
+#: "redundancy"    the same, and how alike the keys are, as R-KV (arXiv 2505.24133)
+#: "expected"      attention of queries like those so far, as Expected Attention (arXiv 2510.00636)
+#: "accumulated"   attention summed up since a token came, as H2O (arXiv 2306.14048)
+#: "streaming"     the newest, as StreamingLLM (arXiv 2309.17453)
+#: =============== ===============================================================================
+POLICIES = _native.policies()
+
 AUTO_MIN = 1024
 AUTO_RATIO = 5.8
 
@@ -41,6 +54,9 @@ class BeaconConfig:
         How much the similarity of a key to a newer key lowers its importance, 0 to 1.
     quota : float, default 0.5
         Share of the free cells that goes to the least restated keys, 0 to 1.
+    policy : str, default "beacon"
+        What is kept: one of `POLICIES`. The others are there to compare with; `n_beacon`,
+        `beacon_share`, `restated` and `quota` belong to "beacon" alone.
     pin_share : float, default 0.25
         A prompt of up to this share of the budget is pinned: no compaction evicts it. 0 to 0.5.
 
@@ -60,11 +76,16 @@ class BeaconConfig:
     beacon_share: float = 0.5
     restated: float = 1.0
     quota: float = 0.5
+    policy: str = "beacon"
     pin_share: float = 0.25
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(field.default, str):
+                continue
             if isinstance(field.default, int):
                 _check_count(field.name, value)
             else:
@@ -73,7 +94,8 @@ class BeaconConfig:
 
     def params(self, budget: int) -> Any:
         """``struct beacon_params *`` for a budget of `budget` cells."""
-        return _native.params(budget=budget, **dataclasses.asdict(self))
+        fields = {**dataclasses.asdict(self), "policy": POLICIES.index(self.policy)}
+        return _native.params(budget=budget, **fields)
 
 
 def _check_count(name: str, value: object) -> None:
@@ -105,11 +127,12 @@ def min_budget(config: BeaconConfig) -> int:
 
 
 def auto_budget(n_ctx: int) -> int | None:
-    """Budget that ``kv_budget="auto"`` picks: a fixed share of the context, never too few cells.
+    """Rule of ``kv_budget="auto"``: a fixed share of the context, never too few cells.
 
     ``n_ctx / 5.8`` rounded down to a multiple of 256, at least 1024; off where that is more than
     half of `n_ctx`, since a full cache costs little there. Nothing but `n_ctx` enters, so the same
-    call gives the same budget on every model and machine.
+    call gives the same budget on every model and machine whose memory can hold it; for the others
+    see ``fit.recommend_budget``.
 
     ======= ======== ==================
     n_ctx   budget   cells, full : held
@@ -149,7 +172,8 @@ def resolve_budget(
     ----------
     kv_budget : int, float, "auto" or None
         int: cells per layer and sequence. float: share of `n_ctx`, above 0 and up to 1, rounded
-        down to a multiple of 256 cells. "auto": see `auto_budget`. None: no budget.
+        down to a multiple of 256 cells. "auto": see `auto_budget`; where the model is known,
+        `Llama` looks at the memory too. None: no budget.
     n_ctx : int
         Logical context in tokens.
     config : BeaconConfig, optional

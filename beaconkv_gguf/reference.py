@@ -2,9 +2,10 @@
 
 One compaction of one attention layer of one sequence is
 
-    track -> probe -> importance -> restated -> select -> move, carry
+    track -> probe -> importance -> restated -> score -> select -> move, carry
 
-and each of these is one function below; :func:`compact` chains them. Shapes use
+and each of these is one function below; :func:`compact` chains them. The other policies that the
+cache knows, to compare with, differ in their score. Shapes use
 
     H   KV heads                     n   cells before the compaction, in the order of positions
     G   query heads per KV head      m   beacons (centroids) per KV head
@@ -435,6 +436,135 @@ def restated(k: Array, newer: IntArray, before: tuple[Array, IntArray]) -> tuple
 
 
 # --------------------------------------------------------------------------------------------------
+# score: one function for each policy, -> [H, n]; the highest stay
+# --------------------------------------------------------------------------------------------------
+
+
+def score_beacon(
+    attention: Array,
+    similarity: Array,
+    n_mid: int,
+    n_prefix: int,
+    n_recent: int,
+    weight: float = 1.0,
+    quota: float = 0.5,
+) -> Array:
+    """Part by importance, restated cells discounted; then a `quota` to the least restated.
+
+    The quota is for facts that no query has asked for yet.
+
+    Parameters
+    ----------
+    attention : [H, n] from :func:`importance`
+    similarity : [H, n] from :func:`restated`
+    n_mid : cells to choose between the first `n_prefix` and the last `n_recent`
+    """
+    n_quota = int(np.float32(n_mid) * np.float32(quota) + np.float32(0.5))  # rounded half up
+    value = attention * np.maximum(1 - weight * similarity, MIN_NOVELTY)
+    best = select(value, n_prefix + n_mid - n_quota + n_recent, n_prefix, n_recent)
+    score = -np.array(similarity, np.float64)
+    np.put_along_axis(score, best[:, n_prefix : best.shape[1] - n_recent], 1.0, axis=1)
+    return score
+
+
+def score_recent(attention: Array) -> Array:
+    """Attention of the last queries (SnapKV, arXiv 2404.14469; without its pooling).
+
+    Parameters
+    ----------
+    attention : [H, n] from :func:`importance` with a beacon share of 0
+    """
+    return attention
+
+
+def redundancy(k: Array, alike: float = 0.5) -> Array:
+    """Mean cosine of each key to the others, [H, n, d] -> [H, n] (R-KV, arXiv 2505.24133).
+
+    Every key leaves out the newest of those that are alike to it, so that of many copies the last
+    is not redundant; one that has none leaves out the first cell.
+    """
+    kn = _unit(np.asarray(k, np.float64))
+    n = kn.shape[1]
+    cosine = kn @ kn.transpose(0, 2, 1)
+    cosine[:, np.arange(n), np.arange(n)] = 0.0
+    last = np.where(cosine > alike, np.arange(n), 0).max(-1)  # [H, n]
+    np.put_along_axis(cosine, last[..., None], 0.0, axis=2)
+    return cosine.mean(1)
+
+
+def score_redundancy(attention: Array, similar: Array, share: float = 0.1, pool: int = 7) -> Array:
+    """Attention of the last queries, less how redundant the keys are (R-KV, arXiv 2505.24133).
+
+    Parameters
+    ----------
+    attention : [H, n] as for :func:`score_recent`; the highest of `pool` neighbours counts
+    similar : [H, n] from :func:`redundancy`
+    share : of the attention
+    """
+    n = attention.shape[1]
+    padded = np.pad(attention, ((0, 0), (pool // 2, pool // 2)))
+    pooled = np.max([padded[:, i : i + n] for i in range(pool)], axis=0)
+    softmax = np.exp(similar) / np.exp(similar).sum(-1, keepdims=True)
+    return share * pooled / pooled.sum(-1, keepdims=True) - (1 - share) * softmax
+
+
+def score_expected(
+    k: Array,
+    v_norm: Array,
+    mean: Array,
+    moment: Array,
+    table_pos: ArrayLike,
+    next_pos: int,
+    r: Rope,
+    n_sink: int,
+    kq_scale: float,
+    n_hadamard: int = 0,
+) -> Array:
+    """Attention of normally distributed queries to come (Expected Attention, arXiv 2510.00636).
+
+    ``log E[exp(q k)]`` of ``q ~ N(mean, covariance)``, rotated to the next 512 positions on
+    average; softmax over the cells without sinks, times the length of the value, mean over the
+    group.
+
+    Parameters
+    ----------
+    k : [H, n, d], v_norm : [H, n]
+    mean : [H*G, d] of the queries before RoPE, moment : [H*G, d, d] mean of ``q q^T``
+    """
+    h, n, d = k.shape
+    g = len(mean) // h
+    later = np.arange(next_pos, next_pos + 512, 16)
+    turned = [rope(np.eye(d)[None], [p], r)[0] for p in later]  # rows: turned basis vectors
+    turn = hadamard_rotate(np.mean(turned, axis=0), n_hadamard)
+    cov = moment - mean[:, :, None] * mean[:, None, :]
+    mean, cov = mean @ turn, turn.T @ cov @ turn
+
+    keys = np.repeat(np.asarray(k, np.float64), g, axis=0)  # [H*G, n, d]
+    logits = kq_scale * (keys @ mean[..., None])[..., 0]
+    logits += kq_scale**2 / 2 * ((keys @ cov) * keys).sum(-1)
+    logits[:, np.asarray(table_pos) < n_sink] = -np.inf
+    weight = np.exp(logits - logits.max(-1, keepdims=True))
+    weight /= weight.sum(-1, keepdims=True)
+    return weight.reshape(h, g, n).mean(1) * v_norm
+
+
+def accumulate(before: Array, attention: Array) -> Array:
+    """Attention that each cell got so far (H2O, arXiv 2306.14048): [H, n'], [H, n] -> [H, n].
+
+    The score of the policy "accumulated". Of :func:`importance` it takes the sums over the recent
+    queries, not the shares.
+    """
+    total = np.array(attention, np.float64)
+    total[:, : before.shape[1]] += before
+    return total
+
+
+def score_streaming(n_head_kv: int, n: int) -> Array:
+    """The newest (StreamingLLM, arXiv 2309.17453)."""
+    return np.tile(np.arange(n, dtype=np.float64), (n_head_kv, 1))
+
+
+# --------------------------------------------------------------------------------------------------
 # select, move
 # --------------------------------------------------------------------------------------------------
 
@@ -444,25 +574,15 @@ def prefix(n: int, n_sink: int, n_pinned: int) -> int:
     return max(min(n_sink, n), n_pinned)
 
 
-def select(
-    score: Array,
-    similarity: Array,
-    keep: int,
-    n_prefix: int,
-    n_recent: int,
-    weight: float = 1.0,
-    quota: float = 0.5,
-) -> IntArray:
+def select(score: Array, keep: int, n_prefix: int, n_recent: int) -> IntArray:
     """Choose the cells that each KV head keeps.
 
-    The first ``n_prefix`` and the last ``n_recent`` stay. Of the others, one part goes to the
-    highest importance, restated cells discounted, then a ``quota`` to the least restated: facts
-    that no query has asked for yet. The newer cell wins a tie.
+    The first ``n_prefix`` and the last ``n_recent`` stay, and of the others those with the highest
+    score; the newer cell wins a tie.
 
     Parameters
     ----------
-    score : [H, n] from :func:`importance`
-    similarity : [H, n] from :func:`restated`
+    score : [H, n] of a policy
     keep : cells to keep in each head
 
     Returns
@@ -470,18 +590,12 @@ def select(
     [H, keep] indices into n, ascending
     """
     h, n = score.shape
-    n_mid = keep - n_prefix - n_recent
-    n_quota = int(np.float32(n_mid) * np.float32(quota) + np.float32(0.5))  # rounded half up
-    value = score * np.maximum(1 - weight * similarity, MIN_NOVELTY)
     middle = np.arange(n_prefix, n - n_recent)
-
+    ends = np.concatenate([np.arange(n_prefix), np.arange(n - n_recent, n)])
     kept = np.empty((h, keep), np.int32)
     for i in range(h):
-        by_value = middle[np.lexsort((-middle, -value[i, middle]))]
-        first, left = by_value[: n_mid - n_quota], by_value[n_mid - n_quota :]
-        by_novelty = left[np.lexsort((-left, similarity[i, left]))]
-        ends = np.arange(n_prefix), np.arange(n - n_recent, n)
-        kept[i] = np.sort(np.concatenate([*ends, first, by_novelty[:n_quota]]))
+        order = middle[np.lexsort((-middle, -score[i, middle]))]
+        kept[i] = np.sort(np.concatenate([ends, order[: keep - len(ends)]]))
     return kept
 
 
@@ -573,7 +687,7 @@ def compact(
     """
     mean, count, norm = track(*beacons, unrope(q_track, q_track_pos, r))
     probes = probe(mean, norm, q_recent, next_pos + window // 2, r, n_hadamard)
-    score = importance(
+    share = importance(
         k,
         probes,
         count,
@@ -586,5 +700,7 @@ def compact(
         soft_cap,
     )
     similarity, twin = restated(k, newer_keys(k.shape[1], window, n_compact), before)
-    kept = select(score, similarity, keep, n_prefix, n_recent, restated_weight, quota)
+    n_mid = keep - n_prefix - n_recent
+    score = score_beacon(share, similarity, n_mid, n_prefix, n_recent, restated_weight, quota)
+    kept = select(score, keep, n_prefix, n_recent)
     return kept, (mean, count, norm), carry(similarity, twin, kept)

@@ -9,13 +9,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beaconkv_gguf import BeaconConfig, _native
-from beaconkv_gguf.config import auto_budget, min_budget, resolve_budget
+from beaconkv_gguf.config import POLICIES, auto_budget, min_budget, resolve_budget
 
 
 def test_defaults_are_the_library_s() -> None:
     native = _native.params_dict(_native.params())
     assert native.pop("budget") == 0
+    native["policy"] = _native.policies()[native["policy"]]
     assert dataclasses.asdict(BeaconConfig()) == native
+
+
+@pytest.mark.parametrize("number", [-1, len(POLICIES)])
+def test_a_policy_that_is_none_is_refused_by_the_library(number: int) -> None:
+    with pytest.raises(ValueError, match=f"policy = {number} is none"):
+        _native.check_params(_native.params(budget=1024, policy=number))
+
+
+def test_a_policy_is_taken_by_name() -> None:
+    for i, name in enumerate(POLICIES):
+        assert BeaconConfig(policy=name).params(budget=1024).policy == i
+    with pytest.raises(ValueError, match=r"policy must be one of beacon, .* not 'lru'"):
+        BeaconConfig(policy="lru")
 
 
 def test_config_is_frozen_and_reaches_the_library() -> None:

@@ -59,8 +59,10 @@ class Run:
         return (c for layer in self.compactions.values() for c in layer)
 
 
-def read_trace(ctx: Context, il: int, n_wait: int) -> Compaction:
-    arrays = {name: _native.trace(ctx.ptr, il, name) for name in _native._TRACE if name != "meta"}
+def read_trace(ctx: Context, il: int, n_wait: int, policy: str = "beacon") -> Compaction:
+    names = set(_native._TRACE) - {"meta", "similar", "expected", "v_norm"}
+    names |= {"redundancy": {"similar"}, "expected": {"expected", "v_norm"}}.get(policy, set())
+    arrays = {name: _native.trace(ctx.ptr, il, name) for name in names}
     return Compaction(il, n_wait, _native.trace_meta(ctx.ptr, il), arrays)
 
 
@@ -122,6 +124,21 @@ def n_hadamard(spec: tiny_models.TinyModel, kind: str) -> int:
     return spec.head_dim & -spec.head_dim
 
 
+def kept_by_reference(
+    attention: NDArray[Any],
+    similarity: NDArray[Any],
+    keep: int,
+    n_prefix: int,
+    n_recent: int,
+    weight: float = 1.0,
+    quota: float = 0.5,
+) -> NDArray[Any]:
+    """Cells that the reference keeps under the policy "beacon", [H, keep]."""
+    n_mid = keep - n_prefix - n_recent
+    score = ref.score_beacon(attention, similarity, n_mid, n_prefix, n_recent, weight, quota)
+    return ref.select(score, keep, n_prefix, n_recent)
+
+
 def assert_kept_alike(
     kept: NDArray[Any],
     score: NDArray[Any],
@@ -133,7 +150,7 @@ def assert_kept_alike(
 ) -> None:
     """The reference would keep the same cells of each head, but for ties within `tie`."""
     keep = kept.shape[1]
-    expected = ref.select(score, similarity, keep, n_prefix, n_recent, 1.0, quota)
+    expected = kept_by_reference(score, similarity, keep, n_prefix, n_recent, quota=quota)
     n = score.shape[1]
     middle = np.arange(n_prefix, n - n_recent)
     n_mid = keep - n_prefix - n_recent
@@ -166,14 +183,14 @@ def with_memory(layer: list[Compaction]) -> Iterator[tuple[Compaction, Memory]]:
     before = nothing(layer[0].meta["H"])
     for c in layer:
         yield c, before
-        before = ref.carry(c["restated"], c["twin"], c["keep"])
+        before = ref.carry(c["carried"], c["twin"], c["keep"])
 
 
 def assert_memory_alike(c: Compaction, before: Memory) -> None:
     """The compaction began with what the ones before it left, and with 0 for newer cells."""
     n_kept = before[0].shape[1]
-    np.testing.assert_array_equal(c["restated_before"][:, :n_kept], before[0])
-    assert not c["restated_before"][:, n_kept:].any()
+    np.testing.assert_array_equal(c["carried_before"][:, :n_kept], before[0])
+    assert not c["carried_before"][:, n_kept:].any()
 
 
 def assert_restated_alike(c: Compaction, before: Memory, tie: float = 3e-5) -> None:
@@ -183,13 +200,13 @@ def assert_restated_alike(c: Compaction, before: Memory, tie: float = 3e-5) -> N
     """
     known = np.full(c["twin"].shape, -1)
     known[:, : before[1].shape[1]] = before[1]
-    similarity, twin = ref.restated(c["k_f32"], c["newer"], (c["restated_before"], known))
-    assert relative_error(c["restated"], similarity) < 1e-3
-    assert c["restated"].min() >= 0 and c["restated"].max() <= 1
+    similarity, twin = ref.restated(c["k_f32"], c["newer"], (c["carried_before"], known))
+    assert relative_error(c["carried"], similarity) < 1e-3
+    assert c["carried"].min() >= 0 and c["carried"].max() <= 1
     for head, i in np.argwhere(c["twin"] != twin):
         j = c["twin"][head, i]
         if j == known[head, i]:
-            found = c["restated_before"][head, i]
+            found = c["carried_before"][head, i]
         else:
             assert j > i and j in c["newer"], (head, i, j)
             a, b = c["k_f32"][head, [i, j]].astype(np.float64)
@@ -299,7 +316,7 @@ def test_restated_is_carried_to_the_next_compaction(
         for i, (c, before) in enumerate(with_memory(layer)):
             assert_memory_alike(c, before)
             if i > 0:
-                assert (c["restated_before"] > 0).any()
+                assert (c["carried_before"] > 0).any()
                 forgotten += int((before[1] < 0).sum())
     assert forgotten > 0  # with twins that were evicted
 
@@ -320,7 +337,7 @@ def test_selection(name: str, kind: str, run: Callable[..., Run]) -> None:
             assert_kept_alike(
                 c["keep"],
                 c["importance"],
-                c["restated"],
+                c["carried"],
                 c.meta["n_prefix"],
                 BUDGET["n_recent"],
                 tie=1e-6,
@@ -427,10 +444,10 @@ def test_settings_mean_the_same(settings: dict[str, Any], tiny: Callable[[str], 
                 before = memory.get(il, nothing(c.meta["H"]))
                 assert_memory_alike(c, before)
                 assert_restated_alike(c, before)
-                memory[il] = ref.carry(c["restated"], c["twin"], c["keep"])
-                expected = ref.select(
+                memory[il] = ref.carry(c["carried"], c["twin"], c["keep"])
+                expected = kept_by_reference(
                     c["importance"],
-                    c["restated"],
+                    c["carried"],
                     keep,
                     n_prefix,
                     p["n_recent"],
@@ -451,7 +468,7 @@ def test_removed_tokens_are_no_longer_twins(tiny: Callable[[str], Model]) -> Non
         end = _native.boundary(ctx.ptr, 0) + 5  # eleven recent tokens go that were compared
         for il in spec.layers:
             c = read_trace(ctx, il, 40)
-            before = ref.carry(c["restated"], c["twin"], c["keep"])
+            before = ref.carry(c["carried"], c["twin"], c["keep"])
             stay = np.tile(np.arange(c.meta["n_keep"] - 11), (c.meta["H"], 1))
             left[il] = ref.carry(*before, stay)
             assert (left[il][1] != before[1][:, : stay.shape[1]]).any()  # some had a twin there
@@ -481,6 +498,107 @@ def test_rotation_is_undone_far_out(tiny: Callable[[str], Model]) -> None:
             assert c["q_track_pos"].min() > 7500
             expected = np.stack([true[il, p] for p in c["q_track_pos"].tolist()])
             assert relative_error(c["q_pre"], expected) < 1e-3
+
+
+# --- the other policies ---------------------------------------------------------------------------
+
+OTHERS = ("recent", "redundancy", "expected", "accumulated", "streaming")
+MODELS = ("llama", "gemma2", "gemma3", "stablelm")  # soft cap, q_scale, partial RoPE
+
+
+class Moments:
+    """Mean and second moment of the queries of each head, over all that were tracked."""
+
+    def __init__(self) -> None:
+        self.queries: list[NDArray[np.float64]] = []
+
+    def add(self, q_pre: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        self.queries.append(np.asarray(q_pre, np.float64))
+        q = np.concatenate(self.queries)  # [N, n_head, d]
+        return q.mean(0), np.einsum("nhi,nhj->hij", q, q) / len(q)
+
+
+def policy_score(
+    policy: str,
+    c: Compaction,
+    spec: tiny_models.TinyModel,
+    kind: str,
+    before: NDArray[Any],
+    moments: Moments,
+) -> NDArray[Any]:
+    """What the reference makes of a compaction's inputs, [H, n]."""
+    h, n = c.meta["H"], c.meta["n"]
+    if policy == "streaming":
+        return ref.score_streaming(h, n)
+    if policy == "expected":
+        return ref.score_expected(
+            c["k_f32"],
+            c["v_norm"],
+            *moments.add(c["q_pre"]),
+            c["table_pos"],
+            c.meta["next_pos"],
+            spec.rope,
+            BUDGET["n_sink"],
+            spec.kq_scale,
+            n_hadamard(spec, kind),
+        )
+    no_beacons = np.zeros((h, 0, spec.head_dim)), np.zeros((h, 0))
+    probes = ref.probe(*no_beacons, c["q_recent"], 0, spec.rope, n_hadamard(spec, kind))
+    assert relative_error(c["probes"], probes) < 1e-3
+    attention = ref.importance(
+        c["k_f32"],
+        probes,
+        no_beacons[1],
+        c["q_recent_pos"],
+        c["table_pos"],
+        c.meta["boundary"],
+        BUDGET["n_sink"],
+        spec.kq_scale,
+        soft_cap=spec.soft_cap,
+    )
+    if policy == "accumulated":
+        n_probes = probes.shape[1]  # each of them gives away 1
+        return ref.accumulate(before, attention * n_probes)
+    if policy == "recent":
+        return ref.score_recent(attention)
+    similar = ref.redundancy(c["k_f32"])
+    assert relative_error(c["similar"], similar) < 1e-3
+    return ref.score_redundancy(attention, similar)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", OTHERS)
+def test_policies_score_and_keep_as_the_reference(
+    policy: str, name: str, kind: str, tiny: Callable[[str], Model]
+) -> None:
+    spec, tokens = tiny_models.ALL[name](), random_tokens(700)
+    params = budget(CELLS, policy=_native.policies().index(policy), **BUDGET)
+    done = 0
+    carried = {il: np.zeros((spec.n_head_kv, 0)) for il in spec.layers}
+    moments = {il: Moments() for il in spec.layers}
+    with Context(tiny(name), params, n_ctx=1024, n_batch=50, type_k=kind, type_v=kind) as ctx:
+        _native.set_trace(ctx.ptr, True)
+        while done < N_COMPACT:
+            begin = ctx.length[0]
+            ctx.decode(tokens[begin : begin + 50])
+            if ctx.stats()["n_compact"] == done:
+                continue
+            done = ctx.stats()["n_compact"]
+            for il in spec.layers:
+                c = read_trace(ctx, il, 50, policy)
+                score = policy_score(policy, c, spec, kind, carried[il], moments[il])
+                assert relative_error(c["score"], score) < TOLERANCE[kind]
+                carried[il] = np.take_along_axis(c["score"], c["keep"], axis=1)
+                kept = ref.select(
+                    c["score"], c.meta["n_keep"], c.meta["n_prefix"], BUDGET["n_recent"]
+                )
+                np.testing.assert_array_equal(c["keep"], kept)
+                for cache in ("k", "v"):
+                    heads = np.split(c[cache], c.meta["H"], axis=1)
+                    moved = np.split(c[f"{cache}_after"], c.meta["H"], axis=1)
+                    for rows, after, keep in zip(heads, moved, c["keep"]):
+                        np.testing.assert_array_equal(after, ref.move(rows, keep))
 
 
 # --- the whole on a real model --------------------------------------------------------------------
@@ -551,9 +669,9 @@ def test_kept_cells_of_a_real_model_over_ten_compactions(smollm2: Model, kind: s
                 assert_restated_alike(c, before)
                 newer = ref.newer_keys(c.meta["n"], window, done - 1)
                 similar, _ = ref.restated(c["k_f32"], newer, before)
-                memory[il] = ref.carry(c["restated"], c["twin"], c["keep"])
+                memory[il] = ref.carry(c["carried"], c["twin"], c["keep"])
                 assert_kept_alike(c["keep"], score, similar, n_sink, n_recent, tie=1e-4)
-                expected = ref.select(score, similar, c.meta["n_keep"], n_sink, n_recent)
+                expected = kept_by_reference(score, similar, c.meta["n_keep"], n_sink, n_recent)
                 for a, b in zip(c["keep"], expected):
                     differ += np.setdiff1d(a, b).size
                     total += b.size

@@ -338,35 +338,92 @@ def test_carry_renumbers_twins_and_forgets_with_those_evicted() -> None:
     assert twin.tolist() == [[1, 3, -1, -1], [1, 2, -1, -1]]
 
 
-# --- select, move ---------------------------------------------------------------------------------
+# --- score, select, move --------------------------------------------------------------------------
 
 
-def test_select_keeps_ends_then_importance_then_the_least_restated() -> None:
+def beacon_kept(score: np.ndarray, similar: np.ndarray, keep: int, **settings: float) -> list:
+    """Cells kept under the policy "beacon" with one cell at each end."""
+    value = ref.score_beacon(score, similar, keep - 2, n_prefix=1, n_recent=1, **settings)
+    return ref.select(value, keep, n_prefix=1, n_recent=1).tolist()
+
+
+def test_beacon_keeps_ends_then_importance_then_the_least_restated() -> None:
     score = np.array([[0.0, 5, 4, 3, 2, 1, 9, 9]])
     similar = np.array([[0.0, 0.9, 0, 0.2, 0.1, 0.3, 0, 0]])
     # middle 1..6, three of it: two by value 0.5, 4, 2.4, 1.8, 0.7, 9; one by the lowest similarity
-    kept = ref.select(score, similar, keep=5, n_prefix=1, n_recent=1, quota=1 / 3)
-    assert kept.tolist() == [[0, 2, 4, 6, 7]]
-    kept = ref.select(score, similar, keep=5, n_prefix=1, n_recent=1, quota=0.0)
-    assert kept.tolist() == [[0, 2, 3, 6, 7]]
-    kept = ref.select(score, similar, keep=5, n_prefix=1, n_recent=1, weight=0.0, quota=0.0)
-    assert kept.tolist() == [[0, 1, 2, 6, 7]]
+    assert beacon_kept(score, similar, 5, quota=1 / 3) == [[0, 2, 4, 6, 7]]
+    assert beacon_kept(score, similar, 5, quota=0.0) == [[0, 2, 3, 6, 7]]
+    assert beacon_kept(score, similar, 5, weight=0.0, quota=0.0) == [[0, 1, 2, 6, 7]]
 
 
-def test_select_rounds_the_quota_half_up_and_lets_the_newer_cell_win_ties() -> None:
+def test_beacon_rounds_the_quota_half_up_and_lets_the_newer_cell_win_ties() -> None:
     flat = np.zeros((1, 8))
-    kept = ref.select(flat, flat, keep=5, n_prefix=1, n_recent=1, quota=0.5)
-    assert kept.tolist() == [[0, 4, 5, 6, 7]]
+    assert beacon_kept(flat, flat, 5, quota=0.5) == [[0, 4, 5, 6, 7]]
     similar = np.array([[0.0, 0, 0, 0, 0, 1, 1, 0]])
     score = np.array([[0.0, 0, 0, 0, 0, 3e4, 1e4, 0]])  # worth 3 and 1 after the discount
-    kept = ref.select(score, similar, keep=5, n_prefix=1, n_recent=1, quota=0.5)
-    assert kept.tolist() == [[0, 3, 4, 5, 7]]  # one by value, 1.5 rounded to two by novelty
+    # one by value, 1.5 rounded to two by novelty
+    assert beacon_kept(score, similar, 5, quota=0.5) == [[0, 3, 4, 5, 7]]
+
+
+def test_select_keeps_the_highest_scores_and_the_newer_of_equals() -> None:
+    score = np.array([[9.0, 1, 3, 3, 2, 3, 0, 0]])
+    assert ref.select(score, 5, n_prefix=1, n_recent=2).tolist() == [[0, 3, 5, 6, 7]]
 
 
 def test_select_chooses_for_each_head_by_itself() -> None:
     score = np.array([[0.0, 1, 0, 0], [0, 0, 1, 0]])
-    kept = ref.select(score, np.zeros((2, 4)), keep=3, n_prefix=1, n_recent=1, quota=0.0)
-    assert kept.tolist() == [[0, 1, 3], [0, 2, 3]]
+    assert ref.select(score, 3, n_prefix=1, n_recent=1).tolist() == [[0, 1, 3], [0, 2, 3]]
+
+
+def test_redundancy_spares_the_newest_of_copies() -> None:
+    k = np.array([[[1.0, 0], [0, 1], [1, 0], [1, 0]]])  # 0, 2 and 3 are copies
+    # rows 0 and 2 leave out 3, row 3 leaves out 2, row 1 has no copy and leaves out 0: what is
+    # left of the ones is (0, 2), (2, 0) and (3, 0)
+    np.testing.assert_allclose(ref.redundancy(k), [[2 / 4, 0, 1 / 4, 0]])
+
+
+def test_redundancy_policy_prefers_what_is_not_said_elsewhere() -> None:
+    attention = np.full((1, 4), 0.25)
+    score = ref.score_redundancy(attention, np.array([[0.5, 0.0, 0.25, 0.0]]), pool=1)
+    weights = np.exp([0.5, 0, 0.25, 0])
+    np.testing.assert_allclose(score, [0.025 - 0.9 * weights / weights.sum()])
+
+
+def test_redundancy_policy_pools_attention_over_neighbours() -> None:
+    attention = np.array([[0.0, 0, 0, 1, 0, 0, 0, 0]])
+    score = ref.score_redundancy(attention, np.zeros((1, 8)), share=1.0, pool=3)
+    np.testing.assert_allclose(score, [[0, 0, 1 / 3, 1 / 3, 1 / 3, 0, 0, 0]])
+
+
+def test_expected_attention_is_that_of_the_one_query_without_variance() -> None:
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 4)), rng.standard_normal((1, 5, 4))  # a group of two heads
+    moment = np.einsum("hi,hj->hij", q, q)
+    score = ref.score_expected(
+        k, np.full((1, 5), 2.0), q, moment, np.arange(5), 5, Rope(0), n_sink=1, kq_scale=0.5
+    )
+    weights = np.exp(0.5 * k[0] @ q.T)
+    weights[0] = 0
+    np.testing.assert_allclose(score, [2 * (weights / weights.sum(0)).mean(1)])
+
+
+def test_expected_attention_grows_with_the_variance_along_a_key() -> None:
+    k = np.array([[[1.0, 0], [0, 1]]])
+    moment = np.diag([8.0, 0])[None]  # mean 0: the covariance
+    score = ref.score_expected(
+        k, np.ones((1, 2)), np.zeros((1, 2)), moment, [5, 6], 7, Rope(0), n_sink=0, kq_scale=0.5
+    )
+    odds = np.exp(0.5**2 / 2 * 8)  # E[exp(x)] of x ~ N(0, s^2) is exp(s^2 / 2)
+    np.testing.assert_allclose(score, [[odds / (1 + odds), 1 / (1 + odds)]])
+
+
+def test_accumulated_attention_adds_up_and_starts_at_zero_for_new_cells() -> None:
+    total = ref.accumulate(np.array([[1.0, 2]]), np.array([[0.5, 0, 3]]))
+    assert total.tolist() == [[1.5, 2, 3]]
+
+
+def test_streaming_keeps_the_newest() -> None:
+    assert ref.select(ref.score_streaming(1, 8), 5, 1, 1).tolist() == [[0, 4, 5, 6, 7]]
 
 
 def test_move_in_place_never_overwrites_a_row_that_is_still_needed() -> None:

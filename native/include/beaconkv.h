@@ -38,6 +38,16 @@ enum beacon_status {
     BEACON_BUFFER_TOO_SMALL = 3,  // *n has the count that is needed
 };
 
+// What a bounded cache keeps.
+enum beacon_policy {
+    BEACON_POLICY_BEACON      = 0,  // beacons and recent queries, restated keys out of the way
+    BEACON_POLICY_RECENT      = 1,  // attention of the recent queries (SnapKV)
+    BEACON_POLICY_REDUNDANCY  = 2,  // the same, and how alike the keys are (R-KV)
+    BEACON_POLICY_EXPECTED    = 3,  // attention of normally distributed queries (Expected Attention)
+    BEACON_POLICY_ACCUMULATED = 4,  // attention summed up so far (H2O)
+    BEACON_POLICY_STREAMING   = 5,  // the newest (StreamingLLM)
+};
+
 // Parameters of a bounded cache. Defaults (beacon_params_default) in brackets.
 struct beacon_params {
     uint32_t budget;        // KV cells per attention layer and sequence; 0: no budget           [0]
@@ -49,6 +59,8 @@ struct beacon_params {
     float    beacon_share;  // share of the beacons in the importance, 0 to 1                     [0.5]
     float    restated;      // importance *= 1 - restated * similarity to a newer key, 0 to 1     [1.0]
     float    quota;         // share of the free cells for the least restated keys, 0 to 1        [0.5]
+    int32_t  policy;        // beacon_policy; beacons, restated and quota are those of the first alone
+                            //                                                                    [BEACON_POLICY_BEACON]
     float    pin_share;     // a prompt of up to this share of the budget is pinned, 0 to 0.5     [0.25]
 };
 
@@ -67,7 +79,7 @@ struct beacon_stats {
     uint64_t bytes_k;          // K of the budgeted layers
     uint64_t bytes_v;          // V of the budgeted layers
     uint64_t bytes_ring;       // query rows
-    uint64_t bytes_beacon;     // centroids, counts and norms
+    uint64_t bytes_beacon;     // centroids, counts and norms; moments of the policy "expected"
     uint64_t bytes_allocated;  // what ggml's buffers of these four really take, padding included
     uint64_t bytes_other;      // SWA and recurrent caches of the same model: the budget leaves them alone
     uint64_t bytes_host;       // positions and key similarities per layer, KV head and cell, in host memory
@@ -82,6 +94,9 @@ BEACON_API const char * beacon_version(void);
 
 // message of the calling thread's last failed call; "" if none. Valid until its next failure.
 BEACON_API const char * beacon_last_error(void);
+
+// Name of a policy; NULL from the first number on that is none.
+BEACON_API const char * beacon_policy_name(int32_t policy);
 
 BEACON_API void beacon_params_default(struct beacon_params * params);
 
@@ -133,8 +148,8 @@ BEACON_API int beacon_set_trace(struct llama_context * ctx, bool on);
 
 // Array `name` of layer il of the last traced compaction, as bytes. *n: in, capacity of dst; out, the size in bytes.
 // H: KV heads, n: cells before, in the order of positions, N: tracked query rows, R: recent query rows, d: head size,
-// m: beacons, P: m + R*n_head/H.
-//   "meta"       int32  [8]       n, N, R, n_keep, n_prefix (sinks or pins), boundary, next position, layer's n_head
+// m: beacons, P: m + R*n_head/H, less what the policy does without.
+//   "meta"       int32  [10]      n, N, R, n_keep, n_prefix (sinks or pins), boundary, next position, layer's n_head, m, P
 //   "pos"        int32  [H][n]    true positions         "table_pos"  int32 [n]  positions in the cell table
 //   "k", "v"     bytes  [n][row]  rows before            "k_after", "v_after"  bytes [n_keep][row]
 //   "k_f32"      f32    [H][n][d] K before, as ggml dequantises it
@@ -143,10 +158,14 @@ BEACON_API int beacon_set_trace(struct llama_context * ctx, bool on);
 //   "q_recent"   f32    [R][n_head][d] after RoPE        "q_recent_pos" int32 [R]
 //   "centroids_before", "centroids" f32 [H][m][d]        "counts_before", "counts", "norms_before", "norms" f32 [H][m]
 //   "probes"     f32    [H][P][d] beacons, then recent queries (head of the group outermost), as multiplied with K
-//   "importance" f32    [H][n]
+//   "importance" f32    [H][n]    share of the probes' attention
+//   "similar"    f32    [H][n]    mean cosine to the other keys ("redundancy")
+//   "expected"   f32    [H][n]    expected attention         "v_norm" f32 [H][n]  length of the values ("expected")
+//   "score"      f32    [H][n]    the highest stay
 //   "newer"      int32  [..]      indices into n, ascending: the keys that others were compared with
-//   "restated_before", "restated" f32 [H][n]  as kept from earlier compactions, and after this comparison
-//   "twin"       int32  [H][n]    index into n of the newer key that "restated" speaks of, or -1
+//   "carried_before", "carried" f32 [H][n]  highest cosine to a newer key, or the sum of attention ("accumulated"): as
+//                                 kept from earlier compactions, and after this one
+//   "twin"       int32  [H][n]    index into n of the cell that "carried" speaks of, or -1
 //   "keep"       int32  [H][n_keep] indices into n, ascending
 BEACON_API int beacon_get_trace(const struct llama_context * ctx,
                                 int32_t                      il,

@@ -1,5 +1,6 @@
 #include "beacon-api.h"
 
+#include "beacon-policy.h"
 #include "beaconkv.h"
 #include "llama-batch.h"
 #include "llama-context.h"
@@ -197,6 +198,11 @@ const char * beacon_last_error(void) {
     return g_last_error.c_str();
 }
 
+const char * beacon_policy_name(int32_t policy) {
+    const auto * impl = beacon_policy_get(policy);
+    return impl ? impl->name : nullptr;
+}
+
 void beacon_params_default(beacon_params * params) {
     if (!params) {
         return;
@@ -211,6 +217,7 @@ void beacon_params_default(beacon_params * params) {
         /*.beacon_share =*/0.5f,
         /*.restated     =*/1.0f,
         /*.quota        =*/0.5f,
+        /*.policy       =*/BEACON_POLICY_BEACON,
         /*.pin_share    =*/0.25f,
     };
 }
@@ -238,6 +245,10 @@ int beacon_params_check(const beacon_params * params, uint32_t n_ctx_seq) {
         if (c.value < c.min || c.value > c.max) {
             return fail(BEACON_INVALID, "%s = %u is not in [%u, %u]", c.name, c.value, c.min, c.max);
         }
+    }
+
+    if (!beacon_policy_get(params->policy)) {
+        return fail(BEACON_INVALID, "policy = %d is none", params->policy);
     }
 
     const struct {

@@ -1,5 +1,6 @@
 #include "beacon-graph.h"
 
+#include "beacon-policy.h"
 #include "beaconkv.h"
 #include "llama-context.h"
 #include "llama-impl.h"
@@ -16,6 +17,16 @@
 // newest, and one alone. (Both are far above the rounding of a float at the scale.)
 static constexpr float MAX_SCALE = 1e8f;
 static constexpr float MAX_STEP  = 32.0f;
+
+// R-KV: keys from this cosine on are alike
+static constexpr float ALIKE = 0.5f;
+
+// its matrix of cosines is made in that many blocks of rows: fewer take more memory, more take more nodes
+static constexpr int64_t N_ROW_BLOCKS = 8;
+
+// Expected Attention: the rotation is averaged over that many positions to come, that far apart
+static constexpr int N_FUTURE    = 32;
+static constexpr int STEP_FUTURE = 16;
 
 // the largest logits tensor of a layer, bytes; more probes are scored in blocks
 static constexpr size_t MAX_BLOCK_BYTES = 32u * 1024 * 1024;
@@ -102,15 +113,22 @@ struct score_builder {
     ggml_tensor * recent_rows = nullptr;          // I32 [n_recent]
     ggml_tensor * future      = nullptr;          // I32 [1] position that the beacons are rotated to
     ggml_tensor * eye         = nullptr;          // F32 [n_beacon, n_beacon]
+    ggml_tensor * cell        = nullptr;          // F32 [n] 0, 1, ..
+    ggml_tensor * no_cell     = nullptr;          // F32 [n] 0.5, 0, 0, ..
+    ggml_tensor * futures     = nullptr;          // I32 [N_FUTURE] positions
+    ggml_tensor * mask_sinks  = nullptr;          // F32 [n]
     ggml_tensor * ones        = nullptr;          // F32 [n_newer]
     ggml_tensor * iota        = nullptr;          // F32 [n_newer] 0, 1, ..
     ggml_tensor * mask_newer  = nullptr;          // F32 [n_newer, n]
 
+    std::map<int64_t, ggml_tensor *> eyes;        // by n_embd_head: F32 [n_embd_head, n_embd_head]
     std::map<int64_t, ggml_tensor *> newer_rows;  // by n_head_kv: I32 [n_newer*n_head_kv]
     std::map<int64_t, ggml_tensor *> kv_rows;     // by n_head_kv: I32 [n*n_head_kv]
     std::map<int64_t, ggml_tensor *> masks;       // by heads of a group: F32 [n, n_beacon + n_recent*n_group]
 
     int64_t n() const { return plan.n(); }
+
+    bool has(beacon_part part) const { return plan.parts & part; }
 
     int64_t n_newer() const { return plan.newer.size(); }
 
@@ -269,6 +287,107 @@ struct score_builder {
         output(out.twin, ggml_mul_mat(ctx, iota, pick));
     }
 
+    // R-KV's redundancy: the mean cosine of each cell's key to those of the others, where of those alike each one leaves
+    // out the newest, [n, 1, n_head_kv]
+    ggml_tensor * redundancy(ggml_tensor * k) {
+        const int64_t d = k->ne[0];
+        const int64_t h = k->ne[2];
+
+        const int64_t n_block = (n() + N_ROW_BLOCKS - 1) / N_ROW_BLOCKS;
+
+        ggml_tensor * unit = ggml_l2_norm(ctx, k, 1e-12f);
+        ggml_tensor * sum  = nullptr;
+
+        for (int64_t b0 = 0; b0 < n(); b0 += n_block) {
+            const int64_t nb = std::min(n_block, n() - b0);
+
+            ggml_tensor * row  = ggml_view_2d(ctx, cell, 1, nb, ggml_element_size(cell), b0 * ggml_element_size(cell));
+            ggml_tensor * cols = ggml_repeat_4d(ctx, cell, n(), nb, 1, 1);
+            ggml_tensor * off  = ggml_step(ctx, ggml_scale_bias(ctx, ggml_sqr(ctx, ggml_sub(ctx, cols, row)), 1.0f,
+                                                                -0.5f));  // 0 on the diagonal
+
+            ggml_tensor * rows =
+                ggml_cont(ctx, ggml_view_3d(ctx, unit, d, nb, h, unit->nb[1], unit->nb[2], b0 * unit->nb[1]));
+            ggml_tensor * sim = ggml_mul(ctx, ggml_mul_mat(ctx, unit, rows), off);  // [n, nb, h]
+
+            // one-hot at the newest of those alike, at the first cell if none is
+            ggml_tensor * alike = ggml_step(ctx, ggml_scale_bias(ctx, sim, 1.0f, -ALIKE));
+            ggml_tensor * last  = ggml_add(ctx, ggml_mul(ctx, alike, cell), no_cell);
+            ggml_tensor * pick  = ggml_soft_max_ext(ctx, last, nullptr, MAX_SCALE, 0.0f);
+
+            ggml_tensor * cur = sum_probes(ggml_sub(ctx, sim, ggml_mul(ctx, sim, pick)));
+            sum               = sum ? ggml_add(ctx, sum, cur) : cur;
+        }
+        return ggml_scale(ctx, sum, 1.0f / n());
+    }
+
+    struct moments {
+        ggml_tensor * mean;    // [n_embd_head, 1, n_head]
+        ggml_tensor * moment;  // [n_embd_head, n_embd_head, n_head]
+        ggml_tensor * count;   // [1, 1, n_head]
+    };
+
+    // fold queries [n_embd_head, n_head, n_rows] into the moments of each query head
+    moments track_moments(const moments & old, ggml_tensor * q) {
+        const int64_t n_rows = q->ne[2];
+
+        ggml_tensor * x   = ggml_cont(ctx, ggml_permute(ctx, q, 1, 2, 0, 3));  // [n_rows, d, n_head]
+        ggml_tensor * all = ggml_view_1d(ctx, ones, n_rows, 0);
+        ggml_tensor * sum = ggml_reshape_3d(ctx, ggml_mul_mat(ctx, all, x), x->ne[1], 1, x->ne[2]);
+        ggml_tensor * xx  = ggml_mul_mat(ctx, x, x);
+
+        moments cur;
+        cur.count  = ggml_scale_bias(ctx, old.count, 1.0f, n_rows);
+        cur.mean   = ggml_div(ctx, ggml_add(ctx, ggml_mul(ctx, old.mean, old.count), sum), cur.count);
+        cur.moment = ggml_div(ctx, ggml_add(ctx, ggml_mul(ctx, old.moment, old.count), xx), cur.count);
+        return cur;
+    }
+
+    // Expected Attention: log of E[exp(q*k)] for q ~ N(mean, covariance), rotated to the positions to come on average;
+    // softmax over the cells, times the length of the values. Mean over the group, [n, 1, n_head_kv].
+    ggml_tensor * expected(const beacon_layer & layer, ggml_tensor * k, const moments & m, ggml_tensor * v_norm) {
+        const int64_t d       = k->ne[0];
+        const int64_t h       = k->ne[2];
+        const int64_t n_group = layer.n_head / h;
+
+        ggml_tensor * outer = ggml_reshape_3d(ctx, m.mean, 1, d, layer.n_head);
+        ggml_tensor * cov   = ggml_sub(ctx, m.moment, ggml_mul_mat(ctx, outer, outer));
+
+        // columns of the averaged rotation
+        ggml_tensor * rot = rope(ggml_repeat_4d(ctx, eyes.at(d), d, d, N_FUTURE, 1), futures, false, layer.il);
+        rot               = sum_probes(ggml_reshape_3d(ctx, rot, d * d, N_FUTURE, 1));
+        rot               = ggml_scale(ctx, ggml_reshape_2d(ctx, rot, d, d), 1.0f / N_FUTURE);
+        if (inp->k_rot) {
+            rot = llama_mul_mat_hadamard(ctx, rot, inp->k_rot);
+        }
+        rot = ggml_cont(ctx, ggml_transpose(ctx, rot));
+
+        ggml_tensor * mean = ggml_mul_mat(ctx, rot, m.mean);  // [d, 1, n_head]
+        cov                = ggml_mul_mat(ctx, rot, cov);     // R*C
+        cov                = ggml_mul_mat(ctx, rot, ggml_cont(ctx, ggml_transpose(ctx, cov)));
+
+        ggml_tensor * lin  = ggml_mul_mat(ctx, k, ggml_reshape_3d(ctx, mean, d, n_group, h));  // [n, n_group, h]
+        ggml_tensor * quad = ggml_mul_mat(ctx, k, ggml_reshape_3d(ctx, cov, d, d * n_group, h));
+        quad               = ggml_reshape_4d(ctx, quad, n(), d, n_group, h);
+        quad = ggml_mul(ctx, quad, ggml_reshape_4d(ctx, ggml_cont(ctx, ggml_transpose(ctx, k)), n(), d, 1, h));
+        quad = ggml_reshape_3d(ctx, sum_probes(ggml_reshape_3d(ctx, quad, n(), d, layer.n_head)), n(), n_group, h);
+
+        ggml_tensor * logit = ggml_add(ctx, lin, ggml_scale(ctx, quad, 0.5f * layer.kq_scale));
+        logit               = ggml_add(ctx, ggml_scale(ctx, logit, layer.kq_scale), mask_sinks);
+        ggml_tensor * score = sum_probes(ggml_soft_max(ctx, logit));
+        return ggml_mul(ctx, ggml_scale(ctx, score, 1.0f / n_group), v_norm);
+    }
+
+    // length of each cell's value, [n, 1, n_head_kv]
+    ggml_tensor * value_norm(const beacon_layer & layer) {
+        const int64_t d = layer.n_embd_head_v;
+        const int64_t h = layer.n_head_kv;
+
+        ggml_tensor * v = stream_view_2d(ctx, layer.v, plan.stream, d, h * layer.v->ne[1]);
+        v               = ggml_reshape_3d(ctx, ggml_get_rows(ctx, v, kv_rows.at(h)), d, n(), h);
+        return ggml_reshape_3d(ctx, ggml_sqrt(ctx, ggml_sum_rows(ctx, ggml_sqr(ctx, v))), n(), 1, h);
+    }
+
     void build_inputs();
     void build_layer(const beacon_layer & layer, bool trace, beacon_scores & out);
 
@@ -282,6 +401,19 @@ struct score_builder {
 };
 
 void score_builder::build_inputs() {
+    const auto iota_of = [](int64_t n) {
+        std::vector<float> index(n);
+        std::iota(index.begin(), index.end(), 0.0f);
+        return index;
+    };
+    const auto eye_of = [&](int64_t n) {
+        std::vector<float> data(n * n, 0.0f);
+        for (int64_t i = 0; i < n; ++i) {
+            data[i * n + i] = 1.0f;
+        }
+        return inp->add(ctx, GGML_TYPE_F32, n, n, data);
+    };
+
     track_rows = inp->add(ctx, GGML_TYPE_I32, plan.track_rows.size(), 1, plan.track_rows);
 
     std::vector<int32_t> back(plan.track_pos.size());
@@ -292,28 +424,49 @@ void score_builder::build_inputs() {
         return;
     }
 
-    recent_rows = inp->add(ctx, GGML_TYPE_I32, plan.recent_rows.size(), 1, plan.recent_rows);
-    future      = inp->add(ctx, GGML_TYPE_I32, 1, 1, std::vector<int32_t>{ int32_t(plan.now + params.window / 2) });
+    const int64_t m = has(BEACON_PART_BEACONS) ? params.n_beacon : 0;
 
-    const int64_t      m = params.n_beacon;
-    std::vector<float> eye_data(m * m, 0.0f);
-    for (int64_t i = 0; i < m; ++i) {
-        eye_data[i * m + i] = 1.0f;
+    if (has(BEACON_PART_RECENT)) {
+        recent_rows = inp->add(ctx, GGML_TYPE_I32, plan.recent_rows.size(), 1, plan.recent_rows);
     }
-    eye = inp->add(ctx, GGML_TYPE_F32, m, m, eye_data);
+    if (has(BEACON_PART_BEACONS)) {
+        future = inp->add(ctx, GGML_TYPE_I32, 1, 1, std::vector<int32_t>{ int32_t(plan.now + params.window / 2) });
+        eye    = eye_of(m);
+    }
 
-    std::vector<float> mask(n_newer() * n(), 0.0f);
-    for (int64_t i = 0; i < n(); ++i) {
-        for (int64_t j = 0; j < n_newer(); ++j) {
-            mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -INFINITY;
+    if (has(BEACON_PART_RESTATED)) {
+        std::vector<float> mask(n_newer() * n(), 0.0f);
+        for (int64_t i = 0; i < n(); ++i) {
+            for (int64_t j = 0; j < n_newer(); ++j) {
+                mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -INFINITY;
+            }
         }
+        mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
+        iota       = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, iota_of(n_newer()));
+        ones       = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 1.0f));
     }
-    mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
 
-    std::vector<float> index(n_newer());
-    std::iota(index.begin(), index.end(), 0.0f);
-    iota = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, index);
-    ones = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 1.0f));
+    if (has(BEACON_PART_REDUNDANCY)) {
+        std::vector<float> first(n(), 0.0f);
+        first[0] = 0.5f;
+        cell     = inp->add(ctx, GGML_TYPE_F32, n(), 1, iota_of(n()));
+        no_cell  = inp->add(ctx, GGML_TYPE_F32, n(), 1, first);
+    }
+
+    if (has(BEACON_PART_EXPECTED)) {
+        std::vector<int32_t> pos;
+        for (int i = 0; i < N_FUTURE; ++i) {
+            pos.push_back(plan.now + i * STEP_FUTURE);
+        }
+        futures = inp->add(ctx, GGML_TYPE_I32, N_FUTURE, 1, pos);
+        ones    = inp->add(ctx, GGML_TYPE_F32, params.n_probe, 1, std::vector<float>(params.n_probe, 1.0f));
+
+        std::vector<float> mask;
+        for (const int32_t p : plan.table_pos) {
+            mask.push_back(p < (int32_t) params.n_sink ? -INFINITY : 0.0f);
+        }
+        mask_sinks = inp->add(ctx, GGML_TYPE_F32, n(), 1, mask);
+    }
 
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
         const auto &  layer   = (*plan.layers)[i];
@@ -331,12 +484,18 @@ void score_builder::build_inputs() {
                     rows_newer.push_back(head * n() + i_newer);
                 }
             }
-            kv_rows[h]    = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
-            newer_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows_newer.size(), 1, rows_newer);
+            kv_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
+            if (has(BEACON_PART_RESTATED)) {
+                newer_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows_newer.size(), 1, rows_newer);
+            }
+        }
+
+        if (has(BEACON_PART_EXPECTED) && eyes.count(layer.n_embd_head_k) == 0) {
+            eyes[layer.n_embd_head_k] = eye_of(layer.n_embd_head_k);
         }
 
         if (masks.count(n_group) == 0) {
-            const int64_t      n_recent = plan.recent_pos.size();
+            const int64_t      n_recent = has(BEACON_PART_RECENT) ? plan.recent_pos.size() : 0;
             std::vector<float> data(n() * (m + n_recent * n_group), 0.0f);
             for (int64_t j = 0; j < m + n_recent * n_group; ++j) {
                 const int32_t pos = j < m ? plan.now : plan.recent_pos[(j - m) % n_recent];
@@ -358,7 +517,6 @@ void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_s
     const int     il = layer.il;
     const int64_t d  = layer.n_embd_head_k;
     const int64_t h  = layer.n_head_kv;
-    const int64_t m  = params.n_beacon;
 
     ggml_tensor * q_pre = nullptr;
     if (!plan.track_rows.empty() && (plan.init_only || plan.track || trace)) {
@@ -371,40 +529,75 @@ void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_s
         return;
     }
 
-    beacons cur = { beacon_view(layer.mean), beacon_view(layer.count), beacon_view(layer.norm) };
-    if (plan.track && q_pre) {
-        const beacons old = cur;
-
-        cur = track(layer, old, pool_group(layer, q_pre, false));
-        commits.push_back(ggml_cpy(ctx, cur.mean, old.mean));
-        commits.push_back(ggml_cpy(ctx, cur.count, old.count));
-        commits.push_back(ggml_cpy(ctx, cur.norm, old.norm));
-    }
-
-    ggml_tensor * probes = ggml_mul(ctx, ggml_l2_norm(ctx, cur.mean, 1e-12f), cur.norm);
-    probes               = rope(ggml_reshape_3d(ctx, probes, d, m * h, 1), future, false, il);
-    probes               = ggml_reshape_3d(ctx, probes, d, m, h);
-    if (!plan.recent_rows.empty()) {
-        probes = ggml_concat(ctx, probes, pool_group(layer, get_queries(layer, recent_rows), true), 1);
-    }
-    if (inp->k_rot) {
-        probes = llama_mul_mat_hadamard(ctx, probes, inp->k_rot);
-    }
-
     // keys in the order of their positions, [d, n, h]
     ggml_tensor * k = stream_view_2d(ctx, layer.k, plan.stream, d, h * layer.k->ne[1]);
     k               = ggml_reshape_3d(ctx, ggml_get_rows(ctx, k, kv_rows.at(h)), d, n(), h);
-
     if (trace) {
-        output(out.probes, probes);
         output(out.k, k);
     }
 
-    output(out.beacon, attend(layer, k, probes, 0, m, plan.mask_empty ? cur.count : nullptr));
-    if (probes->ne[1] > m) {
-        output(out.recent, attend(layer, k, probes, m, probes->ne[1], nullptr));
+    ggml_tensor * probes = nullptr;
+    beacons       cur    = {};
+    const int64_t m      = has(BEACON_PART_BEACONS) ? params.n_beacon : 0;
+    if (m > 0) {
+        cur = { beacon_view(layer.mean), beacon_view(layer.count), beacon_view(layer.norm) };
+        if (plan.track && q_pre) {
+            const beacons old = cur;
+
+            cur = track(layer, old, pool_group(layer, q_pre, false));
+            commits.push_back(ggml_cpy(ctx, cur.mean, old.mean));
+            commits.push_back(ggml_cpy(ctx, cur.count, old.count));
+            commits.push_back(ggml_cpy(ctx, cur.norm, old.norm));
+        }
+        probes = ggml_mul(ctx, ggml_l2_norm(ctx, cur.mean, 1e-12f), cur.norm);
+        probes = rope(ggml_reshape_3d(ctx, probes, d, m * h, 1), future, false, il);
+        probes = ggml_reshape_3d(ctx, probes, d, m, h);
     }
-    restated(k, out);
+    if (recent_rows) {
+        ggml_tensor * recent = pool_group(layer, get_queries(layer, recent_rows), true);
+        probes               = probes ? ggml_concat(ctx, probes, recent, 1) : recent;
+    }
+    if (probes) {
+        if (inp->k_rot) {
+            probes = llama_mul_mat_hadamard(ctx, probes, inp->k_rot);
+        }
+        if (trace) {
+            output(out.probes, probes);
+        }
+        if (m > 0) {
+            output(out.beacon, attend(layer, k, probes, 0, m, plan.mask_empty ? cur.count : nullptr));
+        }
+        if (recent_rows) {
+            output(out.recent, attend(layer, k, probes, m, probes->ne[1], nullptr));
+        }
+    }
+
+    if (has(BEACON_PART_RESTATED)) {
+        restated(k, out);
+    }
+    if (has(BEACON_PART_REDUNDANCY)) {
+        output(out.redundancy, redundancy(k));
+    }
+    if (has(BEACON_PART_EXPECTED)) {
+        const auto view = [&](ggml_tensor * t, int64_t ne0, int64_t ne1) {
+            const size_t nb1 = ne0 * sizeof(float);
+            return ggml_view_3d(ctx, t, ne0, ne1, layer.n_head, nb1, nb1 * ne1, plan.stream * t->nb[3]);
+        };
+        moments cur = { view(layer.mean, d, 1), view(layer.moment, d, d), view(layer.count, 1, 1) };
+        if (plan.track && q_pre) {
+            const moments old = cur;
+
+            cur = track_moments(old, q_pre);
+            commits.push_back(ggml_cpy(ctx, cur.mean, old.mean));
+            commits.push_back(ggml_cpy(ctx, cur.moment, old.moment));
+            commits.push_back(ggml_cpy(ctx, cur.count, old.count));
+        }
+        ggml_tensor * v_norm = value_norm(layer);
+        if (trace) {
+            output(out.v_norm, v_norm);
+        }
+        output(out.expected, expected(layer, k, cur, v_norm));
+    }
 }
 
 }  // namespace
@@ -443,7 +636,8 @@ uint32_t beacon_layers_per_graph(const beacon_plan & plan, int64_t max_nodes) {
     }
 
     // tensors that a layer creates, views included, and the inputs that all layers share
-    const int64_t n_layer  = 110 + 40 * n_blocks;
+    const int64_t n_layer = 110 + 40 * n_blocks + (plan.parts & BEACON_PART_REDUNDANCY ? 80 * N_ROW_BLOCKS : 0) +
+                            (plan.parts & BEACON_PART_EXPECTED ? 200 : 0);
     const int64_t n_shared = 32;
 
     return std::max<int64_t>(1, (max_nodes - n_shared) / n_layer);

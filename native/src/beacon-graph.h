@@ -30,6 +30,15 @@ struct beacon_layer {
     ggml_tensor * count;  // F32 [1, n_beacon, n_head_kv, n_stream] queries in a cluster, 0: centroid not in use
     ggml_tensor * norm;   // F32 [1, n_beacon, n_head_kv, n_stream] their mean length
 
+    // policy "expected" alone. mean and count are of each query head then: n_beacon is n_head/n_head_kv
+    ggml_tensor * moment = nullptr;  // F32 [n_embd_head_k, n_embd_head_k, n_head, n_stream] mean of q*q^T
+
+    // what is known of the queries so far
+    std::vector<ggml_tensor *> history() const {
+        return moment ? std::vector<ggml_tensor *>{ mean, count, norm, moment } :
+                        std::vector<ggml_tensor *>{ mean, count, norm };
+    }
+
     bool  stored   = false;  // the decode graph stores this layer's queries
     float kq_scale = 1.0f;
 };
@@ -37,6 +46,7 @@ struct beacon_layer {
 // What a compaction of one stream reads and decides, for the layers [i0, i1) of one graph.
 struct beacon_plan {
     const beacon_params *             params;
+    uint32_t                          parts;  // beacon_part
     const llama_kv_cache *            kv;
     const std::vector<beacon_layer> * layers;
 
@@ -66,8 +76,9 @@ struct beacon_plan {
 
     std::vector<std::vector<std::vector<int32_t>>> keep;  // [layer][KV head][n_keep] indices into cells, ascending
 
-    // [layer][KV head*n] highest cosine of the key to a newer one that is still held, and its index into cells or -1
-    std::vector<std::vector<float>>   restated;
+    // [layer][KV head*n] what is carried along with a cell, and the index into cells of the one that it speaks of: the
+    // highest cosine of the key to a newer one that is still held, and that one; or the attention so far, and itself
+    std::vector<std::vector<float>>   carried;
     std::vector<std::vector<int32_t>> twin;
 
     uint32_t n() const { return cells.size(); }
@@ -75,13 +86,16 @@ struct beacon_plan {
 
 // Outputs of the score graph for one layer, each ggml_set_output. Sums are over probes of softmax over cells.
 struct beacon_scores {
-    ggml_tensor * q_pre    = nullptr;  // F32 [n_embd_head_k, n_head, n_track]
-    ggml_tensor * beacon   = nullptr;  // F32 [n, n_head_kv]
-    ggml_tensor * recent   = nullptr;  // F32 [n, n_head_kv]
-    ggml_tensor * restated = nullptr;  // F32 [n, n_head_kv]
-    ggml_tensor * twin     = nullptr;  // F32 [n, n_head_kv] index into plan.newer
-    ggml_tensor * probes   = nullptr;  // F32 [n_embd_head_k, n_beacon + n_recent*n_head/n_head_kv, n_head_kv]
-    ggml_tensor * k        = nullptr;  // F32 [n_embd_head_k, n, n_head_kv]
+    ggml_tensor * q_pre      = nullptr;  // F32 [n_embd_head_k, n_head, n_track]
+    ggml_tensor * beacon     = nullptr;  // F32 [n, n_head_kv]
+    ggml_tensor * recent     = nullptr;  // F32 [n, n_head_kv]
+    ggml_tensor * restated   = nullptr;  // F32 [n, n_head_kv]
+    ggml_tensor * twin       = nullptr;  // F32 [n, n_head_kv] index into plan.newer
+    ggml_tensor * redundancy = nullptr;  // F32 [n, n_head_kv] mean cosine to the other keys
+    ggml_tensor * expected   = nullptr;  // F32 [n, n_head_kv]
+    ggml_tensor * probes     = nullptr;  // F32 [n_embd_head_k, n_beacon + n_recent*n_head/n_head_kv, n_head_kv]
+    ggml_tensor * k          = nullptr;  // F32 [n_embd_head_k, n, n_head_kv]
+    ggml_tensor * v_norm     = nullptr;  // F32 [n, n_head_kv] length of the values
 };
 
 // layers that fit into a graph of max_nodes

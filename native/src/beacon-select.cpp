@@ -122,45 +122,24 @@ uint32_t beacon_n_batch_max(const beacon_params & params) {
 // selection
 //
 
-void beacon_select(const beacon_params &  params,
-                   const float *          importance,
-                   const float *          restated,
+void beacon_select(const float *          score,
                    uint32_t               n,
                    uint32_t               n_prefix,
+                   uint32_t               n_recent,
                    uint32_t               n_keep,
                    std::vector<int32_t> & keep) {
-    const uint32_t i0 = n_prefix;
-    const uint32_t i1 = n - params.n_recent;
+    const uint32_t n_mid = n_keep - n_prefix - n_recent;
 
-    const uint32_t n_mid   = n_keep - n_prefix - params.n_recent;
-    const uint32_t n_quota = std::floor(n_mid * params.quota + 0.5f);
-    const uint32_t n_best  = n_mid - n_quota;
-
-    std::vector<float>   score(n);
-    std::vector<int32_t> order(i1 - i0);
-    std::iota(order.begin(), order.end(), i0);
-
-    // best scores first; of equals the newer one
-    const auto first = [&](std::vector<int32_t>::iterator begin, uint32_t count) {
-        std::nth_element(begin, begin + count, order.end(),
-                         [&](int32_t a, int32_t b) { return score[a] != score[b] ? score[a] > score[b] : a > b; });
-    };
-
-    for (uint32_t i = i0; i < i1; ++i) {
-        score[i] = importance[i] * std::max(1.0f - params.restated * restated[i], 1e-4f);
-    }
-    first(order.begin(), n_best);
-
-    for (uint32_t i = i0; i < i1; ++i) {
-        score[i] = -restated[i];
-    }
-    first(order.begin() + n_best, n_quota);
+    std::vector<int32_t> order(n - n_prefix - n_recent);
+    std::iota(order.begin(), order.end(), n_prefix);
+    std::nth_element(order.begin(), order.begin() + n_mid, order.end(),
+                     [&](int32_t a, int32_t b) { return score[a] != score[b] ? score[a] > score[b] : a > b; });
 
     keep.resize(n_keep);
     std::iota(keep.begin(), keep.begin() + n_prefix, 0);
     std::copy(order.begin(), order.begin() + n_mid, keep.begin() + n_prefix);
     std::sort(keep.begin() + n_prefix, keep.begin() + n_prefix + n_mid);
-    std::iota(keep.begin() + n_prefix + n_mid, keep.end(), i1);
+    std::iota(keep.begin() + n_prefix + n_mid, keep.end(), n - n_recent);
 }
 
 //

@@ -44,13 +44,12 @@ uint32_t beacon_n_held(const beacon_params & params, uint32_t n_after);
 // Largest batch per sequence that always finds room; 0 if the budget is too small for one token.
 uint32_t beacon_n_batch_max(const beacon_params & params);
 
-// One KV head: which of n cells (in the order of positions) stay, ascending.
-//   importance [n], restated [n]: see beacon-graph.h; n_prefix first and params.n_recent last cells always stay
-void beacon_select(const beacon_params &  params,
-                   const float *          importance,
-                   const float *          restated,
+// One KV head: which of n cells (in the order of positions) stay, ascending. The n_prefix first and the n_recent last
+// do, and of the others those with the highest score [n]; of equals the newer one.
+void beacon_select(const float *          score,
                    uint32_t               n,
                    uint32_t               n_prefix,
+                   uint32_t               n_recent,
                    uint32_t               n_keep,
                    std::vector<int32_t> & keep);
 

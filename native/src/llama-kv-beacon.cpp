@@ -91,7 +91,7 @@ void llama_kv_beacon::init(llama_kv_cache & cache) {
 
         auto & ctx = ctxs[ggml_backend_buffer_get_type(kv_layer.k->buffer)];
         if (!ctx) {
-            ctx.reset(ggml_init({ 4 * (1 + n_stream) * cache.layers.size() * ggml_tensor_overhead(), nullptr, true }));
+            ctx.reset(ggml_init({ 5 * (1 + n_stream) * cache.layers.size() * ggml_tensor_overhead(), nullptr, true }));
         }
 
         const auto make = [&](ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3, const char * name) {
@@ -103,10 +103,16 @@ void llama_kv_beacon::init(llama_kv_cache & cache) {
         const int64_t h = layer.n_head_kv;
         const int64_t d = layer.n_embd_head_k;
 
-        layer.q     = make(GGML_TYPE_F16, d * layer.n_head, 2 * params.n_probe + 1, n_stream, 1, "q");
-        layer.mean  = make(GGML_TYPE_F32, d, params.n_beacon, h, n_stream, "mean");
-        layer.count = make(GGML_TYPE_F32, 1, params.n_beacon, h, n_stream, "count");
-        layer.norm  = make(GGML_TYPE_F32, 1, params.n_beacon, h, n_stream, "norm");
+        layer.q                   = make(GGML_TYPE_F16, d * layer.n_head, 2 * params.n_probe + 1, n_stream, 1, "q");
+        const bool    has_moments = policy.parts & BEACON_PART_EXPECTED;
+        const int64_t m           = has_moments ? layer.n_head / layer.n_head_kv : params.n_beacon;
+
+        layer.mean  = make(GGML_TYPE_F32, d, m, h, n_stream, "mean");
+        layer.count = make(GGML_TYPE_F32, 1, m, h, n_stream, "count");
+        layer.norm  = make(GGML_TYPE_F32, 1, m, h, n_stream, "norm");
+        if (has_moments) {
+            layer.moment = make(GGML_TYPE_F32, d, d, layer.n_head, n_stream, "moment");
+        }
 
         layers.push_back(layer);
     }
@@ -277,7 +283,7 @@ void llama_kv_beacon::reset_stream(stream_state & st) {
     st.n_round     = 0;
     st.pos_seen    = 0;
     st.pos         = {};
-    st.restated    = {};
+    st.carried     = {};
     st.twin        = {};
 }
 
@@ -430,7 +436,9 @@ bool llama_kv_beacon::mem_prepare_seq_cp(const llama_memory_i * mem,
 
 void llama_kv_beacon::copy_stream(uint32_t ssrc, uint32_t sdst) {
     for (const auto & layer : layers) {
-        for (ggml_tensor * t : { layer.q, layer.mean, layer.count, layer.norm }) {
+        auto tensors = layer.history();
+        tensors.push_back(layer.q);
+        for (ggml_tensor * t : tensors) {
             const size_t size = ggml_nbytes(t) / n_stream;
 
             std::vector<uint8_t> data(size);
@@ -569,20 +577,6 @@ std::vector<float> read_f32(const ggml_tensor * t) {
     return data;
 }
 
-// importance = share*beacon + (1 - share)*recent, each normalised over the cells
-void mix_importance(const beacon_params & params, const float * beacon, const float * recent, uint32_t n, float * out) {
-    const double sum_b = std::accumulate(beacon, beacon + n, 0.0);
-    const double sum_r = recent ? std::accumulate(recent, recent + n, 0.0) : 0.0;
-
-    const bool has_b = sum_b > 0.0;
-    const bool has_r = sum_r > 0.0;
-
-    const double share = has_b && has_r ? params.beacon_share : has_b ? 1.0 : 0.0;
-    for (uint32_t i = 0; i < n; ++i) {
-        out[i] = (has_b ? share * beacon[i] / sum_b : 0.0) + (has_r ? (1.0 - share) * recent[i] / sum_r : 0.0);
-    }
-}
-
 }  // namespace
 
 bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
@@ -595,6 +589,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     plan.params = &params;
     plan.kv     = kv;
     plan.layers = &layers;
+    plan.parts  = policy.parts;
     plan.stream = s;
 
     list_cells(s, plan.cells);
@@ -625,12 +620,12 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     st.rows.list(false, plan.track_rows, plan.track_pos);
     st.rows.list(true, plan.recent_rows, plan.recent_pos);
 
-    if (!st.has_beacons && plan.track_rows.empty()) {
+    if (!st.has_beacons && (plan.track_rows.empty() || plan.parts & BEACON_PART_EXPECTED)) {
         zero_beacons(s);  // another sequence's may be there
     }
 
     plan.keep.resize(layers.size());
-    plan.restated.resize(layers.size());
+    plan.carried.resize(layers.size());
     plan.twin.resize(layers.size());
     list_newer(plan, st.n_round++);
     if (trace_on) {
@@ -649,7 +644,8 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
 
         // the first centroids come from the host
-        if (!st.has_beacons && plan.i0 >= st.n_tracked && !plan.track_rows.empty()) {
+        if (plan.parts & BEACON_PART_BEACONS && !st.has_beacons && plan.i0 >= st.n_tracked &&
+            !plan.track_rows.empty()) {
             plan.init_only = true;
 
             graph_run run(lctx);
@@ -671,7 +667,9 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         }
 
         graph_run run(lctx);
-        status = run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score");
+
+        auto * gf = beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores);
+        status    = ggml_graph_n_nodes(gf) > 0 ? run.compute(gf, "score") : GGML_STATUS_SUCCESS;
         if (status != GGML_STATUS_SUCCESS) {
             return false;
         }
@@ -740,7 +738,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
 
 void llama_kv_beacon::zero_beacons(uint32_t s) {
     for (const auto & layer : layers) {
-        for (ggml_tensor * t : { layer.mean, layer.count, layer.norm }) {
+        for (ggml_tensor * t : layer.history()) {
             ggml_backend_tensor_memset(t, 0, s * t->nb[3], t->nb[3]);
         }
     }
@@ -780,34 +778,55 @@ void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores
     const auto &   layer = layers[i];
     const uint32_t n     = plan.n();
 
-    const auto beacon   = read_f32(scores.beacon);
-    const auto recent   = read_f32(scores.recent);
-    const auto restated = read_f32(scores.restated);
-    const auto twin     = read_f32(scores.twin);
+    const auto beacon     = read_f32(scores.beacon);
+    const auto recent     = read_f32(scores.recent);
+    const auto redundancy = read_f32(scores.redundancy);
+    const auto expected   = read_f32(scores.expected);
 
-    load_restated(plan, i);
-    const auto before = trace_on ? plan.restated[i] : std::vector<float>();
-    for (size_t j = 0; j < restated.size(); ++j) {
-        if (restated[j] > plan.restated[i][j]) {  // false for NaN: no newer key
-            plan.restated[i][j] = std::min(restated[j], 1.0f);
-            plan.twin[i][j]     = plan.newer[std::clamp<int64_t>(std::lround(twin[j]), 0, plan.newer.size() - 1)];
-        }
+    load_carried(plan, i);
+    if (trace_on) {
+        keep_trace(layer.il, "carried_before", plan.carried[i]);
     }
+    update_carried(plan, i, scores);
 
     std::vector<float> importance((size_t) layer.n_head_kv * n);
+    std::vector<float> score((size_t) layer.n_head_kv * n);
 
     auto & keep = plan.keep[i];
     keep.resize(layer.n_head_kv);
-    for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
-        const size_t offs = (size_t) head * n;
+    for (uint32_t h = 0; h < layer.n_head_kv; ++h) {
+        const size_t offs = (size_t) h * n;
+        const auto   at   = [&](const std::vector<float> & x) {
+            return x.empty() ? nullptr : &x[offs];
+        };
 
-        mix_importance(params, &beacon[offs], recent.empty() ? nullptr : &recent[offs], n, &importance[offs]);
-        beacon_select(params, &importance[offs], &plan.restated[i][offs], n, plan.n_prefix, plan.n_keep, keep[head]);
+        beacon_head head;
+        head.n          = n;
+        head.n_prefix   = plan.n_prefix;
+        head.n_mid      = plan.n_keep - plan.n_prefix - params.n_recent;
+        head.n_recent   = params.n_recent;
+        head.beacon     = at(beacon);
+        head.recent     = at(recent);
+        head.carried    = at(plan.carried[i]);
+        head.redundancy = at(redundancy);
+        head.expected   = at(expected);
+        head.importance = &importance[offs];
+
+        policy.score(params, head, &score[offs]);
+        beacon_select(&score[offs], n, plan.n_prefix, params.n_recent, plan.n_keep, keep[h]);
     }
 
     if (trace_on) {
-        keep_trace(layer.il, "restated_before", before);
-        trace_after(plan, i, scores, importance);
+        keep_trace(layer.il, "importance", importance);
+        if (policy.parts & BEACON_PART_REDUNDANCY) {
+            keep_trace(layer.il, "similar", redundancy);
+        }
+        if (policy.parts & BEACON_PART_EXPECTED) {
+            keep_trace(layer.il, "expected", expected);
+            keep_trace(layer.il, "v_norm", read_f32(scores.v_norm));
+        }
+        keep_trace(layer.il, "score", score);
+        trace_after(plan, i, scores);
     }
 }
 
@@ -829,12 +848,12 @@ void llama_kv_beacon::list_newer(beacon_plan & plan, uint64_t round) const {
     }
 }
 
-void llama_kv_beacon::load_restated(beacon_plan & plan, uint32_t i) const {
+void llama_kv_beacon::load_carried(beacon_plan & plan, uint32_t i) const {
     const auto &   st    = streams[plan.stream];
     const auto &   layer = layers[i];
     const uint32_t n     = plan.n();
 
-    plan.restated[i].assign((size_t) layer.n_head_kv * n, 0.0f);
+    plan.carried[i].assign((size_t) layer.n_head_kv * n, 0.0f);
     plan.twin[i].assign((size_t) layer.n_head_kv * n, -1);
 
     // tokens that the last compaction saw
@@ -850,9 +869,34 @@ void llama_kv_beacon::load_restated(beacon_plan & plan, uint32_t i) const {
         for (uint32_t j = 0; j < n_seen; ++j) {
             const int32_t cell = st.twin[offs + plan.cells[j]];
             if (cell >= 0 && index[cell] >= 0) {
-                plan.restated[i][(size_t) head * n + j] = st.restated[offs + plan.cells[j]];
-                plan.twin[i][(size_t) head * n + j]     = index[cell];
+                plan.carried[i][(size_t) head * n + j] = st.carried[offs + plan.cells[j]];
+                plan.twin[i][(size_t) head * n + j]    = index[cell];
             }
+        }
+    }
+}
+
+void llama_kv_beacon::update_carried(beacon_plan & plan, uint32_t i, const beacon_scores & scores) const {
+    auto & carried = plan.carried[i];
+    auto & twin    = plan.twin[i];
+
+    if (policy.parts & BEACON_PART_RESTATED) {
+        const auto cosine = read_f32(scores.restated);
+        const auto newer  = read_f32(scores.twin);
+        for (size_t j = 0; j < cosine.size(); ++j) {
+            if (cosine[j] > carried[j]) {  // false for NaN: no newer key
+                carried[j] = std::min(cosine[j], 1.0f);
+                twin[j]    = plan.newer[std::clamp<int64_t>(std::lround(newer[j]), 0, plan.newer.size() - 1)];
+            }
+        }
+    }
+    if (policy.parts & BEACON_PART_SUM) {
+        const auto attention = read_f32(scores.recent);
+        for (size_t j = 0; j < attention.size(); ++j) {
+            carried[j] += attention[j];
+        }
+        for (size_t j = 0; j < twin.size(); ++j) {
+            twin[j] = j % plan.n();
         }
     }
 }
@@ -870,7 +914,7 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     }
 
     std::vector<int32_t> pos(pos_stride);
-    std::vector<float>   restated(pos_stride);
+    std::vector<float>   carried(pos_stride);
     std::vector<int32_t> twin(pos_stride);
     for (uint32_t i = 0; i < layers.size(); ++i) {
         for (uint32_t head = 0; head < layers[i].n_head_kv; ++head) {
@@ -885,9 +929,9 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
             for (uint32_t j = 0; j < plan.n_keep; ++j) {
                 const int32_t t = plan.twin[i][src + keep[j]];
 
-                pos[dst + j]      = pos_true(plan.stream, layers[i], head, plan.cells[keep[j]]);
-                restated[dst + j] = plan.restated[i][src + keep[j]];
-                twin[dst + j]     = t < 0 ? -1 : cell[t];
+                pos[dst + j]     = pos_true(plan.stream, layers[i], head, plan.cells[keep[j]]);
+                carried[dst + j] = plan.carried[i][src + keep[j]];
+                twin[dst + j]    = t < 0 ? -1 : cell[t];
             }
         }
     }
@@ -916,7 +960,7 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     kv->v_heads[plan.stream] = plan.n_keep;
 
     st.pos      = std::move(pos);
-    st.restated = std::move(restated);
+    st.carried  = std::move(carried);
     st.twin     = std::move(twin);
     st.pos_seen = plan.now;
     st.boundary = std::max(st.boundary, table[plan.n_keep - params.n_recent].first);
@@ -944,6 +988,7 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
     plan.params     = &params;
     plan.kv         = kv;
     plan.layers     = &layers;
+    plan.parts      = policy.parts;
     plan.stream     = 0;
     plan.now        = params.budget;
     plan.boundary   = 0;
@@ -1072,7 +1117,7 @@ void llama_kv_beacon::get_stats(llama_seq_id seq_id, beacon_stats & stats) const
     for (uint32_t s = 0; s < n_stream; ++s) {
         const auto & st = streams[s];
 
-        stats.bytes_host += st.pos.size() * sizeof(int32_t) + (st.restated.size() + st.twin.size()) * sizeof(float);
+        stats.bytes_host += st.pos.size() * sizeof(int32_t) + (st.carried.size() + st.twin.size()) * sizeof(float);
         if (seq_id >= 0 && seq_id != (llama_seq_id) s) {
             continue;
         }
@@ -1089,7 +1134,9 @@ void llama_kv_beacon::get_stats(llama_seq_id seq_id, beacon_stats & stats) const
 
     for (const auto & layer : layers) {
         stats.bytes_ring += ggml_nbytes(layer.q);
-        stats.bytes_beacon += ggml_nbytes(layer.mean) + ggml_nbytes(layer.count) + ggml_nbytes(layer.norm);
+        for (const ggml_tensor * tensor : layer.history()) {
+            stats.bytes_beacon += ggml_nbytes(tensor);
+        }
     }
     stats.budget     = params.budget;
     stats.us_score   = us_score;
@@ -1165,10 +1212,15 @@ void llama_kv_beacon::trace_before(const beacon_plan & plan) {
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
         const auto & layer = layers[i];
 
+        const int32_t n_beacon = plan.parts & BEACON_PART_BEACONS ? params.n_beacon : 0;
+        const int32_t n_recent =
+            plan.parts & BEACON_PART_RECENT ? plan.recent_rows.size() * (layer.n_head / layer.n_head_kv) : 0;
+
         keep_trace(layer.il, "meta",
                    std::vector<int32_t>{ (int32_t) plan.n(), (int32_t) plan.track_rows.size(),
                                          (int32_t) plan.recent_rows.size(), (int32_t) plan.n_keep,
-                                         (int32_t) plan.n_prefix, plan.boundary, plan.now, (int32_t) layer.n_head });
+                                         (int32_t) plan.n_prefix, plan.boundary, plan.now, (int32_t) layer.n_head,
+                                         (int32_t) layer.mean->ne[1], n_beacon + n_recent });
 
         std::vector<int32_t> pos;
         for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
@@ -1199,10 +1251,7 @@ void llama_kv_beacon::trace_before(const beacon_plan & plan) {
     }
 }
 
-void llama_kv_beacon::trace_after(const beacon_plan &        plan,
-                                  uint32_t                   i,
-                                  const beacon_scores &      scores,
-                                  const std::vector<float> & importance) {
+void llama_kv_beacon::trace_after(const beacon_plan & plan, uint32_t i, const beacon_scores & scores) {
     const auto & layer = layers[i];
 
     keep_trace(layer.il, "q_pre", read_f32(scores.q_pre));
@@ -1211,9 +1260,8 @@ void llama_kv_beacon::trace_after(const beacon_plan &        plan,
     keep_trace(layer.il, "centroids", read_beacons(layer.mean, plan.stream));
     keep_trace(layer.il, "counts", read_beacons(layer.count, plan.stream));
     keep_trace(layer.il, "norms", read_beacons(layer.norm, plan.stream));
-    keep_trace(layer.il, "importance", importance);
     keep_trace(layer.il, "newer", plan.newer);
-    keep_trace(layer.il, "restated", plan.restated[i]);
+    keep_trace(layer.il, "carried", plan.carried[i]);
     keep_trace(layer.il, "twin", plan.twin[i]);
 
     std::vector<int32_t> keep;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "beacon-graph.h"
+#include "beacon-policy.h"
 #include "beacon-select.h"
 #include "beaconkv.h"
 #include "llama-kv-cache.h"
@@ -125,7 +126,9 @@ class llama_kv_beacon {
     const std::vector<uint8_t> * get_trace(int32_t il, const std::string & name) const;
 
   private:
-    explicit llama_kv_beacon(const beacon_params & params) : params(params) {}
+    explicit llama_kv_beacon(const beacon_params & params) :
+        params(params),
+        policy(*beacon_policy_get(params.policy)) {}
 
     // state of a stream = of the sequence that lives in it
     struct stream_state {
@@ -147,17 +150,18 @@ class llama_kv_beacon {
 
         uint32_t n_round = 0;  // compactions since the sequence began, for turns
 
-        // of the cells before position pos_seen, the highest cosine of their key to a newer one that was compared with
-        // them, and the cell of that one; -1: it was evicted, which makes the cosine void. [layer][KV head][cell]
+        // what is carried along with the cells before position pos_seen, and the cell that it speaks of (-1: that one was
+        // evicted, which makes it void): see beacon_plan. [layer][KV head][cell]
         llama_pos            pos_seen = 0;
-        std::vector<float>   restated;
+        std::vector<float>   carried;
         std::vector<int32_t> twin;
 
         // true positions of the cells that the table gives a stand-in: [layer][KV head][cell], see pos_true()
         std::vector<int32_t> pos;
     };
 
-    const beacon_params params;
+    const beacon_params        params;
+    const beacon_policy_impl & policy;
 
     llama_kv_cache * kv = nullptr;
 
@@ -200,8 +204,11 @@ class llama_kv_beacon {
     // keys that this compaction compares with the others: new ones, and a share of the old ones that takes turns
     void list_newer(beacon_plan & plan, uint64_t round) const;
 
-    // what earlier compactions found restated, of layer i
-    void load_restated(beacon_plan & plan, uint32_t i) const;
+    // what earlier compactions left of layer i
+    void load_carried(beacon_plan & plan, uint32_t i) const;
+
+    // add what this one found
+    void update_carried(beacon_plan & plan, uint32_t i, const beacon_scores & scores) const;
 
     // decide what layer i keeps
     void select(beacon_plan & plan, uint32_t i, const beacon_scores & scores);
@@ -213,8 +220,5 @@ class llama_kv_beacon {
 
     void trace_rows(const beacon_plan & plan, const char * k_name, const char * v_name, std::vector<int32_t> cells);
     void trace_before(const beacon_plan & plan);
-    void trace_after(const beacon_plan &        plan,
-                     uint32_t                   i,
-                     const beacon_scores &      scores,
-                     const std::vector<float> & importance);
+    void trace_after(const beacon_plan & plan, uint32_t i, const beacon_scores & scores);
 };
