@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import inspect
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,8 +17,10 @@ import numpy.typing as npt
 from llama_cpp import _internals
 
 from . import _native
+from ._log import error_log
 from ._native import BeaconError
 from .config import BeaconConfig, KVBudget, resolve_budget
+from .fit import F16, Cache, model_budget
 from .stats import KVStats
 
 #: What `type_k` and `type_v` may be: these names or their numbers in ggml.
@@ -38,57 +38,10 @@ CACHE_TYPES = {
 _FLOAT_TYPES = {CACHE_TYPES[name] for name in ("f32", "f16", "bf16")}
 
 
-class _ErrorLog:
-    """Collects the error lines that llama.cpp logs, and passes all lines on as before.
-
-    llama.cpp has one log callback per process. Ours is in its place only while somebody collects,
-    and stays alive for good: another thread may be in it.
-    """
-
-    def __init__(self) -> None:
-        self._callback = llama_cpp.llama_log_callback(self._on_log)
-        self._previous = llama_cpp.llama_log_callback()
-        self._previous_data = ctypes.c_void_p()
-        self._n_collectors = 0
-        self._lock = threading.Lock()
-        self._thread = threading.local()
-
-    def _on_log(self, level: int, text: bytes, user_data: ctypes.c_void_p) -> None:
-        lines = getattr(self._thread, "lines", None)
-        if lines is not None and level == 4:  # GGML_LOG_LEVEL_ERROR
-            lines.append(text.decode("utf-8", "replace").strip())
-        if self._previous:
-            self._previous(level, text, self._previous_data)
-
-    @contextlib.contextmanager
-    def collect(self) -> Iterator[list[str]]:
-        """Error lines of this thread, as a list that grows."""
-        lines: list[str] = []
-        with self._lock:
-            if self._n_collectors == 0:
-                llama_cpp.llama_log_get(
-                    ctypes.byref(self._previous), ctypes.byref(self._previous_data)
-                )
-                llama_cpp.llama_log_set(self._callback, ctypes.c_void_p())
-            self._n_collectors += 1
-        outer, self._thread.lines = getattr(self._thread, "lines", None), lines
-        try:
-            yield lines
-        finally:
-            self._thread.lines = outer
-            with self._lock:
-                self._n_collectors -= 1
-                if self._n_collectors == 0:
-                    llama_cpp.llama_log_set(self._previous, self._previous_data)
-
-
-_error_log = _ErrorLog()
-
-
 @contextlib.contextmanager
 def _load_errors(model_path: str, kv_budget: int | None = None) -> Iterator[None]:
     """Give a ValueError of llama_cpp's constructors the reasons that llama.cpp logged."""
-    with _error_log.collect() as errors:
+    with error_log.collect() as errors:
         try:
             yield
         except ValueError as error:
@@ -171,7 +124,8 @@ class Llama(llama_cpp.Llama):
         A GGUF file.
     kv_budget : int, float, "auto" or None, default None
         KV cells per attention layer: a number of cells, a share of `n_ctx` (above 0 and up to 1),
-        a rule (see ``auto_budget``), or no budget.
+        "auto": a share of `n_ctx` that the memory can hold (see ``fit.model_budget``), or no
+        budget.
     beacon : BeaconConfig, optional
         How the cache chooses what to keep; without a budget it has nothing to do.
     type_k, type_v : int or str, optional
@@ -227,9 +181,21 @@ class Llama(llama_cpp.Llama):
         model_path = os.fspath(model_path)
         if kv_budget is not None and n_ctx == 0:
             n_ctx = _n_ctx_train(model_path)
+        type_k = cache_type("type_k", type_k)
+        type_v = cache_type("type_v", type_v)
+        if isinstance(kv_budget, str) and kv_budget == "auto":
+            cache = Cache(
+                n_ctx,
+                type_k=F16 if type_k is None else type_k,
+                type_v=F16 if type_v is None else type_v,
+                n_ubatch=min(n_batch, kwargs.get("n_ubatch", 512)),
+                swa_full=kwargs.get("swa_full"),
+                beacon=self.beacon,
+            )
+            kv_budget = model_budget(
+                model_path, cache, n_gpu_layers, kwargs.get("offload_kqv", True)
+            )
         self.kv_budget = resolve_budget(kv_budget, n_ctx, self.beacon)
-        type_k = _cache_type("type_k", type_k)
-        type_v = _cache_type("type_v", type_v)
 
         scope: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.kv_budget is not None:
@@ -312,7 +278,7 @@ class Llama(llama_cpp.Llama):
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             tokens = [*self._input_ids.tolist(), *tokens]
             self.n_tokens = 0
-        with _error_log.collect() as errors:
+        with error_log.collect() as errors:
             try:
                 super().eval(tokens)
             except RuntimeError as error:
@@ -438,7 +404,7 @@ class Llama(llama_cpp.Llama):
         return {**super().__getstate__(), "kv_budget": self.kv_budget, "beacon": self.beacon}
 
 
-def _cache_type(name: str, value: int | str | None) -> int | None:
+def cache_type(name: str, value: int | str | None) -> int | None:
     """ggml's number of a cache type; ValueError lists what is allowed."""
     if value is None:
         return None

@@ -2,7 +2,7 @@
 
 import typer
 
-from . import info, run
+from . import bench, fidelity, fit, info, run
 
 app = typer.Typer(
     help="llama.cpp with a bounded KV cache for long reasoning.",
@@ -12,4 +12,7 @@ app = typer.Typer(
 )
 
 app.command()(run.run)
+app.command()(fidelity.fidelity)
+app.command()(bench.bench)
+app.command()(fit.fit)
 app.command()(info.info)

@@ -5,14 +5,12 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
-import llama_cpp
-import numpy as np
 import typer
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 from rich.text import Text
 
+from ..generation import end_tokens, never_end, prompt_tokens
 from ..llama import Llama
 from .common import errors, fetch_default_model, one_line_errors, parse_budget, parse_type
 from .display import Display, PlainDisplay, TerminalDisplay
@@ -115,7 +113,7 @@ def run(
         for warning in caught:
             errors.print(Text(f"warning: {warning.message}", style="yellow"))
         with llm:
-            tokens = _prompt_tokens(llm, DEMO_PROMPT if prompt is None else prompt, raw)
+            tokens = prompt_tokens(llm, DEMO_PROMPT if prompt is None else prompt, raw)
             room = llm.n_ctx() - len(tokens)
             if room < 1:
                 raise ValueError(f"the prompt has {len(tokens)} tokens, n_ctx is {llm.n_ctx()}")
@@ -124,24 +122,6 @@ def run(
                 done = _generate(llm, tokens, n_max, display, temp, repeat_penalty, ignore_eos)
     if not done:
         raise typer.Exit(130)
-
-
-def _prompt_tokens(llm: Llama, prompt: str, raw: bool) -> list[int]:
-    """Token ids of the prompt, in the model's chat template where it has one."""
-    template = None if raw else llm.metadata.get("tokenizer.chat_template")
-    if template is None:
-        return llm.tokenize(prompt.encode(), special=True)
-    formatter = Jinja2ChatFormatter(
-        template=template,
-        eos_token=_token_text(llm, llm.token_eos()),
-        bos_token=_token_text(llm, llm.token_bos()),
-    )
-    result = formatter(messages=[{"role": "user", "content": prompt}])
-    return llm.tokenize(result.prompt.encode(), add_bos=not result.added_special, special=True)
-
-
-def _token_text(llm: Llama, token: int) -> str:
-    return llm._model.token_get_text(token) if token != -1 else ""
 
 
 def _generate(
@@ -154,14 +134,8 @@ def _generate(
     ignore_eos: bool,
 ) -> bool:
     """Write up to `n_max` tokens to the display; False if Ctrl-C ended it."""
-    vocab = llm._model.vocab
-    ends = [t for t in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, t)]
-
-    def never_end(input_ids: Any, scores: Any) -> Any:
-        scores[ends] = -np.inf
-        return scores
-
-    processors = llama_cpp.LogitsProcessorList([never_end]) if ignore_eos else None
+    ends = end_tokens(llm)
+    processors = never_end(llm) if ignore_eos else None
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     done = True
     n_written = 0
