@@ -116,6 +116,16 @@ def unrope(x: Array, pos: ArrayLike, r: Rope) -> Array:
     return out
 
 
+def rope_future(x: Array, next_pos: int, step: int, r: Rope) -> Array:
+    """Rotate ``x`` [..., d] to 16 positions to come, ``step`` apart from ``next_pos`` on: the mean.
+
+    Where a query like it comes next is not known: what turns fast cancels out.
+    """
+    flat = np.asarray(x, np.float64).reshape(1, -1, x.shape[-1])
+    later = next_pos + step * np.arange(16)
+    return np.mean([rope(flat, [p], r)[0] for p in later], axis=0).reshape(x.shape)
+
+
 def hadamard(n: int) -> Array:
     """The orthogonal, symmetric [n, n] Hadamard matrix that quantised caches are rotated by."""
     if n < 1 or n & (n - 1):
@@ -301,15 +311,15 @@ def track(mean: Array, count: Array, norm: Array, q_pre: Array) -> tuple[Array, 
 
 
 def probe(
-    mean: Array, norm: Array, q_recent: Array, pos: int, r: Rope, n_hadamard: int = 0
+    mean: Array, norm: Array, q_recent: Array, next_pos: int, r: Rope, n_hadamard: int = 0
 ) -> Array:
-    """What is multiplied with the keys: beacons, rotated to a position to come, and recent queries.
+    """What is multiplied with the keys: beacons, rotated to positions to come, and recent queries.
 
     Parameters
     ----------
     mean : [H, m, d], norm : [H, m]
     q_recent : [R, H*G, d] after RoPE
-    pos : position that the beacons are rotated to
+    next_pos : position of the next token; the beacons are rotated to the 1,024 from there on
     n_hadamard : size of the Hadamard rotation of the cached keys, 0 if they have none
 
     Returns
@@ -317,7 +327,7 @@ def probe(
     [H, m + G*R, d] beacons first; of the recent queries the head of the group is outermost
     """
     h, _, d = mean.shape
-    beacon = rope(_unit(mean) * norm[..., None], np.full(h, pos), r)
+    beacon = rope_future(_unit(mean) * norm[..., None], next_pos, 64, r)
     grouped = np.asarray(q_recent, np.float64).reshape(len(q_recent), h, -1, d)
     recent = grouped.transpose(1, 2, 0, 3).reshape(h, -1, d)  # [R, H, G, d] -> [H, G*R, d]
     return hadamard_rotate(np.concatenate([beacon, recent], axis=1), n_hadamard)
@@ -384,7 +394,7 @@ def importance(
 
 
 def newer_keys(n: int, window: int, n_compact: int) -> IntArray:
-    """Cells whose keys the others are compared with: every few of the new, some of the old.
+    """Cells that the others are compared with: every few of the new, some of the old.
 
     About ``window // 8`` of the new and ``window // 4`` of the old, the newest cell always among
     them; the older ones take turns from compaction to compaction.
@@ -405,14 +415,25 @@ def newer_keys(n: int, window: int, n_compact: int) -> IntArray:
     return np.concatenate([old, new])
 
 
-def restated(k: Array, newer: IntArray, before: tuple[Array, IntArray]) -> tuple[Array, IntArray]:
-    """How alike each cell's key is to a newer key: 1 if it is said again, 0 if nothing is like it.
+def unrope_keys(k: Array, pos: IntArray, r: Rope, n_hadamard: int = 0) -> Array:
+    """Cached keys as they were before RoPE: [H, n, d] at the positions [H, n] -> [H, n, d]."""
+    k = hadamard_rotate(k, n_hadamard)  # its own inverse
+    return np.stack([unrope(head[:, None], p, r)[:, 0] for head, p in zip(k, pos)])
 
-    The highest cosine similarity so far, and its *twin*: the newer cell that it was found with.
+
+def restated(
+    k_pre: Array, v: Array, newer: IntArray, before: tuple[Array, IntArray]
+) -> tuple[Array, IntArray]:
+    """How alike each cell is to a newer one: 1 if it is said again, 0 if nothing is like it.
+
+    The highest similarity so far, and its *twin*: the newer cell that it was found with. What is
+    said again has the same key and the same value, wherever it stood: the similarity is the mean
+    of the cosines of the two.
 
     Parameters
     ----------
-    k : [H, n, d] cached keys
+    k_pre : [H, n, d] keys from :func:`unrope_keys`
+    v : [H, n, d'] cached values
     newer : [J] from :func:`newer_keys`; a cell looks at those above its own index
     before : similarity [H, n'] and twin [H, n'] of the first n' cells, from :func:`carry`; the
         other cells are new since the last compaction
@@ -422,13 +443,13 @@ def restated(k: Array, newer: IntArray, before: tuple[Array, IntArray]) -> tuple
     similarity : [H, n] from 0 to 1
     twin : [H, n] index into n, -1 if no similarity was above 0
     """
-    kn = _unit(np.asarray(k, np.float64))
-    h, n, _ = kn.shape
+    h, n, _ = k_pre.shape
     similarity, twin = np.zeros((h, n)), np.full((h, n), -1)
     n_seen = before[0].shape[1]
     similarity[:, :n_seen], twin[:, :n_seen] = before
 
-    cosine = kn @ kn[:, newer].transpose(0, 2, 1)  # [H, n, J]
+    units = [_unit(np.asarray(x, np.float64)) for x in (k_pre, v)]
+    cosine = sum(x @ x[:, newer].transpose(0, 2, 1) for x in units) / 2  # [H, n, J]
     cosine = np.where(newer[None, :] > np.arange(n)[:, None], cosine, -1.0)
     highest = np.minimum(cosine.max(-1), 1.0)
     found = highest > similarity
@@ -510,7 +531,7 @@ def score_redundancy(attention: Array, similar: Array, share: float = 0.1, pool:
 
 def score_expected(
     k: Array,
-    v_norm: Array,
+    v: Array,
     mean: Array,
     moment: Array,
     table_pos: ArrayLike,
@@ -528,14 +549,12 @@ def score_expected(
 
     Parameters
     ----------
-    k : [H, n, d], v_norm : [H, n]
+    k : [H, n, d], v : [H, n, d']
     mean : [H*G, d] of the queries before RoPE, moment : [H*G, d, d] mean of ``q q^T``
     """
     h, n, d = k.shape
     g = len(mean) // h
-    later = np.arange(next_pos, next_pos + 512, 16)
-    turned = [rope(np.eye(d)[None], [p], r)[0] for p in later]  # rows: turned basis vectors
-    turn = hadamard_rotate(np.mean(turned, axis=0), n_hadamard)
+    turn = hadamard_rotate(rope_future(np.eye(d), next_pos, 32, r), n_hadamard)  # of basis vectors
     cov = moment - mean[:, :, None] * mean[:, None, :]
     mean, cov = mean @ turn, turn.T @ cov @ turn
 
@@ -545,7 +564,7 @@ def score_expected(
     logits[:, np.asarray(table_pos) < n_sink] = -np.inf
     weight = np.exp(logits - logits.max(-1, keepdims=True))
     weight /= weight.sum(-1, keepdims=True)
-    return weight.reshape(h, g, n).mean(1) * v_norm
+    return weight.reshape(h, g, n).mean(1) * np.linalg.norm(v, axis=-1)
 
 
 def accumulate(before: Array, attention: Array) -> Array:
@@ -646,6 +665,8 @@ def table_positions(
 
 def compact(
     k: Array,
+    v: Array,
+    pos: IntArray,
     beacons: tuple[Array, Array, Array],
     before: tuple[Array, IntArray],
     q_track: Array,
@@ -674,7 +695,8 @@ def compact(
 
     Parameters
     ----------
-    k : [H, n, d] cached keys, as stored
+    k, v : [H, n, d] cached keys and values, as stored
+    pos : [H, n] true positions of the cells
     beacons : mean [H, m, d], count [H, m], norm [H, m]
     before : similarity [H, n'] and twin [H, n'] of the cells that the last compaction kept
     q_track : [N, H*G, d] and q_recent : [R, H*G, d] queries after RoPE
@@ -686,7 +708,7 @@ def compact(
     carried : ``before`` of the next compaction
     """
     mean, count, norm = track(*beacons, unrope(q_track, q_track_pos, r))
-    probes = probe(mean, norm, q_recent, next_pos + window // 2, r, n_hadamard)
+    probes = probe(mean, norm, q_recent, next_pos, r, n_hadamard)
     share = importance(
         k,
         probes,
@@ -699,7 +721,8 @@ def compact(
         beacon_share,
         soft_cap,
     )
-    similarity, twin = restated(k, newer_keys(k.shape[1], window, n_compact), before)
+    newer = newer_keys(k.shape[1], window, n_compact)
+    similarity, twin = restated(unrope_keys(k, pos, r, n_hadamard), v, newer, before)
     n_mid = keep - n_prefix - n_recent
     score = score_beacon(share, similarity, n_mid, n_prefix, n_recent, restated_weight, quota)
     kept = select(score, keep, n_prefix, n_recent)

@@ -223,11 +223,11 @@ def test_command_prints_a_row_for_each_budget_and_policy(
 ) -> None:
     result = invoke(
         tiny_path("llama"), *FAST, "--kv-budget=256", "--kv-budget=2x",
-        "--policy=beacon", "--policy=streaming",
+        "--policy=beacon,quota=0", "--policy=streaming",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines() if "x" in line]
-    assert [row[0] for row in rows if row[0] in POLICIES] == ["beacon", "streaming"] * 2
+    assert [row[0] for row in rows[1:]] == ["beacon,quota=0", "streaming"] * 2
 
 
 def test_command_prints_json_and_nothing_else(tiny_path: Callable[[str], Path]) -> None:
@@ -279,7 +279,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(
         (["--kv-budget=0.5x"], "a ratio is a number above 1"),
         (["--kv-budget=40x"], "40x of a context of 768 tokens leaves"),
         (["--policy=lru"], "policy must be one of beacon, recent"),
-        (["--set=colour=1"], "--set colour=1: allowed are window"),
+        (["--set=colour=1"], "setting 'colour=1': allowed are window"),
         (["--set=window=many"], "'many' is no number"),
         (["--type-k=q9"], "is no cache type"),
         (["--plot=nowhere/kl.png"], "the folder of the plot does not exist"),

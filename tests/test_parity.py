@@ -60,8 +60,10 @@ class Run:
 
 
 def read_trace(ctx: Context, il: int, n_wait: int, policy: str = "beacon") -> Compaction:
-    names = set(_native._TRACE) - {"meta", "similar", "expected", "v_norm"}
-    names |= {"redundancy": {"similar"}, "expected": {"expected", "v_norm"}}.get(policy, set())
+    names = set(_native._TRACE) - {"meta", "similar", "expected", "k_pre"}
+    names |= {"beacon": {"k_pre"}, "redundancy": {"similar"}, "expected": {"expected"}}.get(
+        policy, set()
+    )
     arrays = {name: _native.trace(ctx.ptr, il, name) for name in names}
     return Compaction(il, n_wait, _native.trace_meta(ctx.ptr, il), arrays)
 
@@ -200,7 +202,9 @@ def assert_restated_alike(c: Compaction, before: Memory, tie: float = 3e-5) -> N
     """
     known = np.full(c["twin"].shape, -1)
     known[:, : before[1].shape[1]] = before[1]
-    similarity, twin = ref.restated(c["k_f32"], c["newer"], (c["carried_before"], known))
+    similarity, twin = ref.restated(
+        c["k_pre"], c["v_f32"], c["newer"], (c["carried_before"], known)
+    )
     assert relative_error(c["carried"], similarity) < 1e-3
     assert c["carried"].min() >= 0 and c["carried"].max() <= 1
     for head, i in np.argwhere(c["twin"] != twin):
@@ -209,8 +213,8 @@ def assert_restated_alike(c: Compaction, before: Memory, tie: float = 3e-5) -> N
             found = c["carried_before"][head, i]
         else:
             assert j > i and j in c["newer"], (head, i, j)
-            a, b = c["k_f32"][head, [i, j]].astype(np.float64)
-            found = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+            pairs = [c[name][head, [i, j]].astype(np.float64) for name in ("k_pre", "v_f32")]
+            found = sum(a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in pairs) / 2
         assert abs(found - similarity[head, i]) <= tie, (head, i, j, twin[head, i])
 
 
@@ -266,9 +270,13 @@ def test_centroids(name: str, kind: str, run: Callable[..., Run]) -> None:
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_probes(name: str, kind: str, run: Callable[..., Run]) -> None:
     for c in (r := run(name, kind)):
-        later = c.meta["next_pos"] + BUDGET["window"] // 2
         expected = ref.probe(
-            c["centroids"], c["norms"], c["q_recent"], later, r.spec.rope, n_hadamard(r.spec, kind)
+            c["centroids"],
+            c["norms"],
+            c["q_recent"],
+            c.meta["next_pos"],
+            r.spec.rope,
+            n_hadamard(r.spec, kind),
         )
         assert relative_error(c["probes"], expected) < 1e-3
 
@@ -290,6 +298,15 @@ def test_importance(name: str, kind: str, run: Callable[..., Run]) -> None:
         assert (c["importance"][:, c["table_pos"] < BUDGET["n_sink"]] == 0).all()
         np.testing.assert_allclose(c["importance"].sum(1), 1, rtol=1e-3)
         assert relative_error(c["importance"], expected) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_rotation_of_keys_is_undone_at_their_own_positions(
+    name: str, kind: str, run: Callable[..., Run]
+) -> None:
+    for c in (r := run(name, kind)):
+        expected = ref.unrope_keys(c["k_f32"], c["pos"], r.spec.rope, n_hadamard(r.spec, kind))
+        assert relative_error(c["k_pre"], expected) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -425,7 +442,7 @@ def test_settings_mean_the_same(settings: dict[str, Any], tiny: Callable[[str], 
                     c["centroids_before"], c["counts_before"], c["norms_before"], c["q_pre"]
                 )
                 np.testing.assert_array_equal(c["counts"], count)
-                probes = ref.probe(mean, norm, c["q_recent"], now + p["window"] // 2, spec.rope)
+                probes = ref.probe(mean, norm, c["q_recent"], now, spec.rope)
                 assert relative_error(c["probes"], probes) < 1e-3
                 score = ref.importance(
                     c["k_f32"],
@@ -533,7 +550,7 @@ def policy_score(
     if policy == "expected":
         return ref.score_expected(
             c["k_f32"],
-            c["v_norm"],
+            c["v_f32"],
             *moments.add(c["q_pre"]),
             c["table_pos"],
             c.meta["next_pos"],
@@ -650,7 +667,7 @@ def test_kept_cells_of_a_real_model_over_ten_compactions(smollm2: Model, kind: s
                     mean,
                     norm,
                     c["q_recent"],
-                    c.meta["next_pos"] + window // 2,
+                    c.meta["next_pos"],
                     SMOLLM2.rope,
                     n_hadamard(SMOLLM2, kind),
                 )
@@ -668,11 +685,14 @@ def test_kept_cells_of_a_real_model_over_ten_compactions(smollm2: Model, kind: s
                 assert_memory_alike(c, before)
                 assert_restated_alike(c, before)
                 newer = ref.newer_keys(c.meta["n"], window, done - 1)
-                similar, _ = ref.restated(c["k_f32"], newer, before)
+                k_pre = ref.unrope_keys(
+                    c["k_f32"], c["pos"], SMOLLM2.rope, n_hadamard(SMOLLM2, kind)
+                )
+                similar, _ = ref.restated(k_pre, c["v_f32"], newer, before)
                 memory[il] = ref.carry(c["carried"], c["twin"], c["keep"])
                 assert_kept_alike(c["keep"], score, similar, n_sink, n_recent, tie=1e-4)
                 expected = kept_by_reference(score, similar, c.meta["n_keep"], n_sink, n_recent)
                 for a, b in zip(c["keep"], expected):
                     differ += np.setdiff1d(a, b).size
                     total += b.size
-    assert differ <= 1e-3 * total
+    assert differ <= 2e-3 * total  # copies of a token are alike up to rounding

@@ -204,13 +204,14 @@ def test_track_inits_once_then_updates() -> None:
 def test_probe_gives_beacons_their_norm_and_keeps_heads_of_a_group_outermost() -> None:
     mean = np.array([[[3.0, 4.0], [0.0, 0.0]]])
     q_recent = np.array([[[1.0, 1], [2, 2]], [[3, 3], [4, 4]]])  # R = 2, G = 2
-    probes = ref.probe(mean, np.array([[10.0, 0]]), q_recent, 0, Rope(2))
+    probes = ref.probe(mean, np.array([[10.0, 0]]), q_recent, 0, Rope(0))
     np.testing.assert_allclose(probes[0], [[6, 8], [0, 0], [1, 1], [3, 3], [2, 2], [4, 4]])
 
 
 def test_probe_rotates_beacons_and_leaves_recent_queries_as_they_are() -> None:
     probes = ref.probe(np.array([[[2.0, 0.0]]]), np.ones((1, 1)), np.ones((1, 1, 2)), 3, Rope(2))
-    np.testing.assert_allclose(probes[0], [[np.cos(3), np.sin(3)], [1, 1]])
+    later = 3 + 64 * np.arange(16)
+    np.testing.assert_allclose(probes[0], [[np.cos(later).mean(), np.sin(later).mean()], [1, 1]])
 
 
 # --- importance -----------------------------------------------------------------------------------
@@ -287,44 +288,62 @@ def test_newer_keys_of_small_and_odd_windows_include_the_newest() -> None:
 
 
 def test_restated_is_the_highest_cosine_to_a_newer_key_and_names_it() -> None:
-    similarity, twin = ref.restated(ALIKE, np.array([4, 6]), NOTHING)
+    similarity, twin = ref.restated(ALIKE, ALIKE, np.array([4, 6]), NOTHING)
     np.testing.assert_allclose(similarity, [[1, 0, HALF, HALF, 0, 0, 0]])
     assert twin.tolist() == [[4, -1, 6, 6, -1, -1, -1]]
-    similarity, twin = ref.restated(ALIKE, np.array([0, 2, 5]), NOTHING)  # 0 and 2 were first
+    similarity, twin = ref.restated(
+        ALIKE, ALIKE, np.array([0, 2, 5]), NOTHING
+    )  # 0 and 2 were first
     np.testing.assert_allclose(similarity, [[0, 1, 0, 0, 0, 0, 0]])
     assert twin.tolist() == [[-1, 5, -1, -1, -1, -1, -1]]
 
 
 def test_restated_only_grows_and_new_cells_begin_at_zero() -> None:
     before = np.array([[0.9, 0.9, 0.5, 0.0]]), np.array([[1, 2, 3, -1]])
-    similarity, twin = ref.restated(ALIKE, np.array([4, 6]), before)
+    similarity, twin = ref.restated(ALIKE, ALIKE, np.array([4, 6]), before)
     np.testing.assert_allclose(similarity, [[1, 0.9, HALF, HALF, 0, 0, 0]])
     assert twin.tolist() == [[4, 2, 6, 6, -1, -1, -1]]
-    again = ref.restated(ALIKE, np.array([4, 6]), (similarity, twin))
+    again = ref.restated(ALIKE, ALIKE, np.array([4, 6]), (similarity, twin))
     np.testing.assert_array_equal(again, (similarity, twin))
 
 
 def test_restated_keeps_the_first_of_two_equal_twins() -> None:
     k = np.array([[E[0], E[0], E[0]]])
-    _, twin = ref.restated(k, np.array([2]), (np.array([[1.0]]), np.array([[1]])))
+    _, twin = ref.restated(k, k, np.array([2]), (np.array([[1.0]]), np.array([[1]])))
     assert twin.tolist() == [[1, 2, -1]]
 
 
 def test_restated_is_from_zero_to_one() -> None:
     k = np.array([[[1.0], [-1.0], [0.0], [1.0]]])  # the like, the opposite and nothing at all
-    similarity, twin = ref.restated(k, np.array([3]), NOTHING)
+    similarity, twin = ref.restated(k, k, np.array([3]), NOTHING)
     assert (similarity.tolist(), twin.tolist()) == ([[1, 0, 0, 0]], [[3, -1, -1, -1]])
     k = np.tile(np.random.default_rng(5).standard_normal((50, 1, 7)), (1, 2, 1))
     nothing = np.zeros((50, 0)), np.zeros((50, 0), int)
-    similarity, _ = ref.restated(k, np.array([1]), nothing)
+    similarity, _ = ref.restated(k, k, np.array([1]), nothing)
     np.testing.assert_allclose(similarity[:, 0], 1)
     assert similarity.max() <= 1  # in spite of rounding
+
+
+def test_restated_wants_the_key_and_the_value_alike() -> None:
+    k, v = np.array([[E[0], E[0], E[0]]]), np.array([[E[1], E[0], E[1]]])
+    similarity, twin = ref.restated(k, v, np.array([1, 2]), NOTHING)
+    assert similarity.tolist() == [[1, 0.5, 0]]  # the key alone is half
+    assert twin.tolist() == [[2, 2, -1]]
+
+
+def test_keys_at_different_positions_are_alike_before_rope() -> None:
+    r, rng = Rope(8), np.random.default_rng(3)
+    k_pre, pos = rng.standard_normal((2, 5, 8)), np.array([[0, 3, 40, 700, 901]] * 2)
+    k = np.stack([ref.rope(head[:, None], p, r)[:, 0] for head, p in zip(k_pre, pos)])
+    np.testing.assert_allclose(ref.unrope_keys(k, pos, r), k_pre, atol=1e-9)
+    turned = ref.hadamard_rotate(k, 8)
+    np.testing.assert_allclose(ref.unrope_keys(turned, pos, r, 8), k_pre, atol=1e-9)
 
 
 def test_restated_looks_at_each_head_by_itself() -> None:
     k = np.array([[E[0], E[1], E[0]], [E[0], E[1], E[1]]])
     nothing = np.zeros((2, 0)), np.zeros((2, 0), int)
-    similarity, twin = ref.restated(k, np.array([0, 2]), nothing)
+    similarity, twin = ref.restated(k, k, np.array([0, 2]), nothing)
     assert similarity.tolist() == [[1, 0, 0], [0, 1, 0]]
     assert twin.tolist() == [[2, -1, -1], [-1, 2, -1]]
 
@@ -400,7 +419,7 @@ def test_expected_attention_is_that_of_the_one_query_without_variance() -> None:
     q, k = rng.standard_normal((2, 4)), rng.standard_normal((1, 5, 4))  # a group of two heads
     moment = np.einsum("hi,hj->hij", q, q)
     score = ref.score_expected(
-        k, np.full((1, 5), 2.0), q, moment, np.arange(5), 5, Rope(0), n_sink=1, kq_scale=0.5
+        k, np.full((1, 5, 1), 2.0), q, moment, np.arange(5), 5, Rope(0), n_sink=1, kq_scale=0.5
     )
     weights = np.exp(0.5 * k[0] @ q.T)
     weights[0] = 0
@@ -411,7 +430,7 @@ def test_expected_attention_grows_with_the_variance_along_a_key() -> None:
     k = np.array([[[1.0, 0], [0, 1]]])
     moment = np.diag([8.0, 0])[None]  # mean 0: the covariance
     score = ref.score_expected(
-        k, np.ones((1, 2)), np.zeros((1, 2)), moment, [5, 6], 7, Rope(0), n_sink=0, kq_scale=0.5
+        k, np.ones((1, 2, 1)), np.zeros((1, 2)), moment, [5, 6], 7, Rope(0), n_sink=0, kq_scale=0.5
     )
     odds = np.exp(0.5**2 / 2 * 8)  # E[exp(x)] of x ~ N(0, s^2) is exp(s^2 / 2)
     np.testing.assert_allclose(score, [[odds / (1 + odds), 1 / (1 + odds)]])
@@ -462,6 +481,8 @@ def test_a_beacon_saves_a_cell_that_only_old_queries_looked_at() -> None:
     def survives(q_track: np.ndarray, beacons: tuple, share: float) -> bool:
         kept, _, carried = ref.compact(
             k,
+            k,
+            np.arange(k.shape[1])[None],
             beacons,
             NOTHING,
             q_track,
@@ -508,6 +529,8 @@ def test_a_cell_found_restated_gives_way_at_a_later_compaction(
         n = k.shape[1]
         return ref.compact(
             k,
+            k,
+            np.arange(k.shape[1])[None],
             (np.zeros((1, 1, d)), np.zeros((1, 1)), np.zeros((1, 1))),
             before,
             np.ones((1, 1, d)),

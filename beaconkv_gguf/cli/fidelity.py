@@ -45,7 +45,10 @@ def fidelity(
     ] = None,
     policy: Annotated[
         Optional[list[str]],
-        typer.Option(help=f"{', '.join(POLICIES)}; repeatable. Default: beacon and recent."),
+        typer.Option(
+            help=f"{', '.join(POLICIES)}; with settings of its own as in "
+            "'beacon,beacon_share=0'. Repeatable. Default: beacon and recent."
+        ),
     ] = None,
     set_: Annotated[
         Optional[list[str]],
@@ -94,9 +97,9 @@ def fidelity(
             words = _text(text, loaded, path, tokens, facts, steps, bar, threads, n_gpu_layers)
             n_ctx = -(-len(words.tokens) // 256) * 256
             cases = [
-                library.Case(_cells(budget, loaded, n_ctx, config, context), config)
+                library.Case(_cells(budget, loaded, n_ctx, config, context), config, name)
                 for budget in budgets
-                for config in configs
+                for name, config in zip(policies, configs)
             ]
             if not words.kinds:
                 reach = min(case.budget for case in cases)
@@ -134,18 +137,19 @@ def fidelity(
 
 
 def _config(policy: str, settings: Sequence[str]) -> BeaconConfig:
-    """Settings of a policy; without pins unless they are asked for by --pin."""
+    """Settings of ``POLICY[,NAME=VALUE..]``, its own after those for all."""
     defaults = dataclasses.asdict(BeaconConfig())
     del defaults["policy"]
+    policy, *own = policy.split(",")
     values: dict[str, Any] = {"policy": policy}
-    for setting in settings:
+    for setting in [*settings, *own]:
         name, _, value = setting.partition("=")
         if name not in defaults:
-            raise ValueError(f"--set {setting}: allowed are {', '.join(defaults)}")
+            raise ValueError(f"setting {setting!r}: allowed are {', '.join(defaults)}")
         try:
             values[name] = type(defaults[name])(value)
         except ValueError:
-            raise ValueError(f"--set {setting}: {value!r} is no number") from None
+            raise ValueError(f"setting {setting!r}: {value!r} is no number") from None
     return BeaconConfig(**values)
 
 

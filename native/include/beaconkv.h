@@ -152,7 +152,8 @@ BEACON_API int beacon_set_trace(struct llama_context * ctx, bool on);
 //   "meta"       int32  [10]      n, N, R, n_keep, n_prefix (sinks or pins), boundary, next position, layer's n_head, m, P
 //   "pos"        int32  [H][n]    true positions         "table_pos"  int32 [n]  positions in the cell table
 //   "k", "v"     bytes  [n][row]  rows before            "k_after", "v_after"  bytes [n_keep][row]
-//   "k_f32"      f32    [H][n][d] K before, as ggml dequantises it
+//   "k_f32", "v_f32" f32 [H][n][d] K and V before, as ggml dequantises them
+//   "k_pre"      f32    [H][n][d] K with the rotation undone ("beacon")
 //   "q_track"    f32    [N][n_head][d] after RoPE        "q_track_pos" int32 [N]
 //   "q_pre"      f32    [N][n_head][d] rotation undone
 //   "q_recent"   f32    [R][n_head][d] after RoPE        "q_recent_pos" int32 [R]
@@ -160,10 +161,10 @@ BEACON_API int beacon_set_trace(struct llama_context * ctx, bool on);
 //   "probes"     f32    [H][P][d] beacons, then recent queries (head of the group outermost), as multiplied with K
 //   "importance" f32    [H][n]    share of the probes' attention
 //   "similar"    f32    [H][n]    mean cosine to the other keys ("redundancy")
-//   "expected"   f32    [H][n]    expected attention         "v_norm" f32 [H][n]  length of the values ("expected")
+//   "expected"   f32    [H][n]    expected attention
 //   "score"      f32    [H][n]    the highest stay
 //   "newer"      int32  [..]      indices into n, ascending: the keys that others were compared with
-//   "carried_before", "carried" f32 [H][n]  highest cosine to a newer key, or the sum of attention ("accumulated"): as
+//   "carried_before", "carried" f32 [H][n]  highest likeness to a newer cell, or the sum of attention ("accumulated"): as
 //                                 kept from earlier compactions, and after this one
 //   "twin"       int32  [H][n]    index into n of the cell that "carried" speaks of, or -1
 //   "keep"       int32  [H][n_keep] indices into n, ascending

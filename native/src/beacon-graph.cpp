@@ -24,9 +24,11 @@ static constexpr float ALIKE = 0.5f;
 // its matrix of cosines is made in that many blocks of rows: fewer take more memory, more take more nodes
 static constexpr int64_t N_ROW_BLOCKS = 8;
 
-// Expected Attention: the rotation is averaged over that many positions to come, that far apart
-static constexpr int N_FUTURE    = 32;
-static constexpr int STEP_FUTURE = 16;
+// Queries to come: the rotation is averaged over that many positions, that far apart. Where a beacon's query comes next
+// is not known; what turns fast cancels out.
+static constexpr int N_FUTURE      = 16;
+static constexpr int STEP_BEACON   = 64;
+static constexpr int STEP_EXPECTED = 32;  // Expected Attention: 512 positions
 
 // the largest logits tensor of a layer, bytes; more probes are scored in blocks
 static constexpr size_t MAX_BLOCK_BYTES = 32u * 1024 * 1024;
@@ -111,14 +113,13 @@ struct score_builder {
     ggml_tensor * track_rows  = nullptr;          // I32 [n_track]
     ggml_tensor * track_back  = nullptr;          // I32 [n_track] positions, negative: undoes the rotation
     ggml_tensor * recent_rows = nullptr;          // I32 [n_recent]
-    ggml_tensor * future      = nullptr;          // I32 [1] position that the beacons are rotated to
     ggml_tensor * eye         = nullptr;          // F32 [n_beacon, n_beacon]
     ggml_tensor * cell        = nullptr;          // F32 [n] 0, 1, ..
     ggml_tensor * no_cell     = nullptr;          // F32 [n] 0.5, 0, 0, ..
-    ggml_tensor * futures     = nullptr;          // I32 [N_FUTURE] positions
+    ggml_tensor * future      = nullptr;          // I32 [N_FUTURE] positions
     ggml_tensor * mask_sinks  = nullptr;          // F32 [n]
-    ggml_tensor * ones        = nullptr;          // F32 [n_newer]
-    ggml_tensor * iota        = nullptr;          // F32 [n_newer] 0, 1, ..
+    ggml_tensor * ones        = nullptr;          // F32 [n_probe]
+    ggml_tensor * halves      = nullptr;          // F32 [n_newer]
     ggml_tensor * mask_newer  = nullptr;          // F32 [n_newer, n]
 
     std::map<int64_t, ggml_tensor *> eyes;        // by n_embd_head: F32 [n_embd_head, n_embd_head]
@@ -270,21 +271,40 @@ struct score_builder {
         return sum;
     }
 
-    // highest cosine of each cell's key to those of the newer cells that plan.newer lists, and which of these it was:
-    // both [1, n, n_head_kv], NaN where none is newer
-    void restated(ggml_tensor * k, beacon_scores & out) {
-        const int64_t d = k->ne[0];
-        const int64_t h = k->ne[2];
+    // vectors [d, n_tokens, h] rotated to each position to come, on average
+    ggml_tensor * rope_future(ggml_tensor * x, int il) {
+        const int64_t d      = x->ne[0];
+        const int64_t n_rows = x->ne[1] * x->ne[2];
 
-        ggml_tensor * unit  = ggml_l2_norm(ctx, k, 1e-12f);
+        ggml_tensor * all    = ggml_repeat_4d(ctx, ggml_reshape_3d(ctx, x, d, n_rows, 1), d, n_rows, N_FUTURE, 1);
+        ggml_tensor * turned = rope(all, future, false, il);
+
+        turned = sum_probes(ggml_reshape_3d(ctx, turned, d * n_rows, N_FUTURE, 1));
+        return ggml_scale(ctx, ggml_reshape_3d(ctx, turned, d, x->ne[1], x->ne[2]), 1.0f / N_FUTURE);
+    }
+
+    // cosines of each cell's vector x [d, n, h] to those of the newer cells that plan.newer lists, [n_newer, n, h]
+    ggml_tensor * cosines(ggml_tensor * x) {
+        const int64_t d = x->ne[0];
+        const int64_t h = x->ne[2];
+
+        ggml_tensor * unit  = ggml_l2_norm(ctx, x, 1e-12f);
         ggml_tensor * newer = ggml_get_rows(ctx, ggml_reshape_2d(ctx, unit, d, n() * h), newer_rows.at(h));
 
-        ggml_tensor * sim  = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, newer, d, n_newer(), h), unit);  // [n_newer, n, h]
-        ggml_tensor * pick = ggml_soft_max_ext(ctx, sim, mask_newer, MAX_SCALE, 0.0f);
+        return ggml_mul_mat(ctx, ggml_reshape_3d(ctx, newer, d, n_newer(), h), unit);
+    }
 
-        // products with a constant row: sum_rows has one thread on the CPU
-        output(out.restated, ggml_mul_mat(ctx, ones, ggml_mul(ctx, sim, pick)));
-        output(out.twin, ggml_mul_mat(ctx, iota, pick));
+    // highest likeness of each cell to the newer ones that plan.newer lists, and which of these it was: both
+    // [1, n, n_head_kv], NaN where none is newer. The likeness is the mean of two cosines, of the keys with the rotation
+    // undone and of the values: what is said again has both alike, wherever it stood.
+    void restated(ggml_tensor * k_pre, ggml_tensor * v, beacon_scores & out) {
+        ggml_tensor * sim  = ggml_add(ctx, cosines(k_pre), cosines(v));  // [n_newer, n, n_head_kv]
+        ggml_tensor * rank = ggml_add(ctx, ggml_scale(ctx, sim, 0.5f * MAX_SCALE), mask_newer);
+        ggml_tensor * pick = ggml_soft_max(ctx, rank);
+
+        // a product with a constant row: sum_rows has one thread on the CPU
+        output(out.restated, ggml_mul_mat(ctx, halves, ggml_mul(ctx, sim, pick)));
+        output(out.twin, ggml_argmax(ctx, ggml_reshape_2d(ctx, rank, n_newer(), n() * sim->ne[2])));
     }
 
     // R-KV's redundancy: the mean cosine of each cell's key to those of the others, where of those alike each one leaves
@@ -345,7 +365,7 @@ struct score_builder {
 
     // Expected Attention: log of E[exp(q*k)] for q ~ N(mean, covariance), rotated to the positions to come on average;
     // softmax over the cells, times the length of the values. Mean over the group, [n, 1, n_head_kv].
-    ggml_tensor * expected(const beacon_layer & layer, ggml_tensor * k, const moments & m, ggml_tensor * v_norm) {
+    ggml_tensor * expected(const beacon_layer & layer, ggml_tensor * k, const moments & m, ggml_tensor * v) {
         const int64_t d       = k->ne[0];
         const int64_t h       = k->ne[2];
         const int64_t n_group = layer.n_head / h;
@@ -353,10 +373,7 @@ struct score_builder {
         ggml_tensor * outer = ggml_reshape_3d(ctx, m.mean, 1, d, layer.n_head);
         ggml_tensor * cov   = ggml_sub(ctx, m.moment, ggml_mul_mat(ctx, outer, outer));
 
-        // columns of the averaged rotation
-        ggml_tensor * rot = rope(ggml_repeat_4d(ctx, eyes.at(d), d, d, N_FUTURE, 1), futures, false, layer.il);
-        rot               = sum_probes(ggml_reshape_3d(ctx, rot, d * d, N_FUTURE, 1));
-        rot               = ggml_scale(ctx, ggml_reshape_2d(ctx, rot, d, d), 1.0f / N_FUTURE);
+        ggml_tensor * rot = rope_future(eyes.at(d), layer.il);  // columns of the averaged rotation
         if (inp->k_rot) {
             rot = llama_mul_mat_hadamard(ctx, rot, inp->k_rot);
         }
@@ -372,24 +389,36 @@ struct score_builder {
         quad = ggml_mul(ctx, quad, ggml_reshape_4d(ctx, ggml_cont(ctx, ggml_transpose(ctx, k)), n(), d, 1, h));
         quad = ggml_reshape_3d(ctx, sum_probes(ggml_reshape_3d(ctx, quad, n(), d, layer.n_head)), n(), n_group, h);
 
-        ggml_tensor * logit = ggml_add(ctx, lin, ggml_scale(ctx, quad, 0.5f * layer.kq_scale));
-        logit               = ggml_add(ctx, ggml_scale(ctx, logit, layer.kq_scale), mask_sinks);
-        ggml_tensor * score = sum_probes(ggml_soft_max(ctx, logit));
-        return ggml_mul(ctx, ggml_scale(ctx, score, 1.0f / n_group), v_norm);
+        ggml_tensor * logit  = ggml_add(ctx, lin, ggml_scale(ctx, quad, 0.5f * layer.kq_scale));
+        logit                = ggml_add(ctx, ggml_scale(ctx, logit, layer.kq_scale), mask_sinks);
+        ggml_tensor * score  = sum_probes(ggml_soft_max(ctx, logit));
+        ggml_tensor * v_norm = ggml_sqrt(ctx, ggml_sum_rows(ctx, ggml_sqr(ctx, v)));  // [1, n, h]
+        return ggml_mul(ctx, ggml_scale(ctx, score, 1.0f / n_group), ggml_reshape_3d(ctx, v_norm, n(), 1, h));
     }
 
-    // length of each cell's value, [n, 1, n_head_kv]
-    ggml_tensor * value_norm(const beacon_layer & layer) {
-        const int64_t d = layer.n_embd_head_v;
+    // rows of K or V in the order of their positions, [d, n, h]
+    ggml_tensor * rows_of(const beacon_layer & layer, ggml_tensor * t, int64_t d) {
         const int64_t h = layer.n_head_kv;
 
-        ggml_tensor * v = stream_view_2d(ctx, layer.v, plan.stream, d, h * layer.v->ne[1]);
-        v               = ggml_reshape_3d(ctx, ggml_get_rows(ctx, v, kv_rows.at(h)), d, n(), h);
-        return ggml_reshape_3d(ctx, ggml_sqrt(ctx, ggml_sum_rows(ctx, ggml_sqr(ctx, v))), n(), 1, h);
+        ggml_tensor * rows = stream_view_2d(ctx, t, plan.stream, d, h * t->ne[1]);
+        return ggml_reshape_3d(ctx, ggml_get_rows(ctx, rows, kv_rows.at(h)), d, n(), h);
+    }
+
+    // keys [d, n, h] as they were before they were rotated
+    ggml_tensor * undo_rotation(ggml_tensor * k, uint32_t i) {
+        std::vector<int32_t> pos(plan.pos[i].size());
+        std::transform(plan.pos[i].begin(), plan.pos[i].end(), pos.begin(), [](int32_t p) { return -p; });
+
+        if (inp->k_rot) {
+            k = llama_mul_mat_hadamard(ctx, k, inp->k_rot);  // its own inverse
+        }
+        ggml_tensor * back = inp->add(ctx, GGML_TYPE_I32, pos.size(), 1, pos);
+        ggml_tensor * x    = ggml_reshape_3d(ctx, k, k->ne[0], 1, pos.size());
+        return ggml_reshape_3d(ctx, rope(x, back, true, (*plan.layers)[i].il), k->ne[0], n(), k->ne[2]);
     }
 
     void build_inputs();
-    void build_layer(const beacon_layer & layer, bool trace, beacon_scores & out);
+    void build_layer(uint32_t i, bool trace, beacon_scores & out);
 
     std::vector<ggml_tensor *> commits;  // copies of new centroids into place, last in the graph
 
@@ -401,11 +430,6 @@ struct score_builder {
 };
 
 void score_builder::build_inputs() {
-    const auto iota_of = [](int64_t n) {
-        std::vector<float> index(n);
-        std::iota(index.begin(), index.end(), 0.0f);
-        return index;
-    };
     const auto eye_of = [&](int64_t n) {
         std::vector<float> data(n * n, 0.0f);
         for (int64_t i = 0; i < n; ++i) {
@@ -430,8 +454,14 @@ void score_builder::build_inputs() {
         recent_rows = inp->add(ctx, GGML_TYPE_I32, plan.recent_rows.size(), 1, plan.recent_rows);
     }
     if (has(BEACON_PART_BEACONS)) {
-        future = inp->add(ctx, GGML_TYPE_I32, 1, 1, std::vector<int32_t>{ int32_t(plan.now + params.window / 2) });
-        eye    = eye_of(m);
+        eye = eye_of(m);
+    }
+    if (plan.parts & (BEACON_PART_BEACONS | BEACON_PART_EXPECTED)) {
+        std::vector<int32_t> pos;
+        for (int i = 0; i < N_FUTURE; ++i) {
+            pos.push_back(plan.now + i * (has(BEACON_PART_BEACONS) ? STEP_BEACON : STEP_EXPECTED));
+        }
+        future = inp->add(ctx, GGML_TYPE_I32, N_FUTURE, 1, pos);
     }
 
     if (has(BEACON_PART_RESTATED)) {
@@ -442,24 +472,20 @@ void score_builder::build_inputs() {
             }
         }
         mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
-        iota       = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, iota_of(n_newer()));
-        ones       = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 1.0f));
+        halves     = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 0.5f));
     }
 
     if (has(BEACON_PART_REDUNDANCY)) {
         std::vector<float> first(n(), 0.0f);
         first[0] = 0.5f;
-        cell     = inp->add(ctx, GGML_TYPE_F32, n(), 1, iota_of(n()));
-        no_cell  = inp->add(ctx, GGML_TYPE_F32, n(), 1, first);
+        std::vector<float> index(n());
+        std::iota(index.begin(), index.end(), 0.0f);
+        cell    = inp->add(ctx, GGML_TYPE_F32, n(), 1, index);
+        no_cell = inp->add(ctx, GGML_TYPE_F32, n(), 1, first);
     }
 
     if (has(BEACON_PART_EXPECTED)) {
-        std::vector<int32_t> pos;
-        for (int i = 0; i < N_FUTURE; ++i) {
-            pos.push_back(plan.now + i * STEP_FUTURE);
-        }
-        futures = inp->add(ctx, GGML_TYPE_I32, N_FUTURE, 1, pos);
-        ones    = inp->add(ctx, GGML_TYPE_F32, params.n_probe, 1, std::vector<float>(params.n_probe, 1.0f));
+        ones = inp->add(ctx, GGML_TYPE_F32, params.n_probe, 1, std::vector<float>(params.n_probe, 1.0f));
 
         std::vector<float> mask;
         for (const int32_t p : plan.table_pos) {
@@ -513,10 +539,11 @@ void score_builder::build_inputs() {
     inp->k_rot = plan.kv->build_input_k_rot(ctx);
 }
 
-void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_scores & out) {
+void score_builder::build_layer(uint32_t i, bool trace, beacon_scores & out) {
+    const auto & layer = (*plan.layers)[i];
+
     const int     il = layer.il;
     const int64_t d  = layer.n_embd_head_k;
-    const int64_t h  = layer.n_head_kv;
 
     ggml_tensor * q_pre = nullptr;
     if (!plan.track_rows.empty() && (plan.init_only || plan.track || trace)) {
@@ -529,11 +556,11 @@ void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_s
         return;
     }
 
-    // keys in the order of their positions, [d, n, h]
-    ggml_tensor * k = stream_view_2d(ctx, layer.k, plan.stream, d, h * layer.k->ne[1]);
-    k               = ggml_reshape_3d(ctx, ggml_get_rows(ctx, k, kv_rows.at(h)), d, n(), h);
+    ggml_tensor * k = rows_of(layer, layer.k, d);
+    ggml_tensor * v = rows_of(layer, layer.v, layer.n_embd_head_v);
     if (trace) {
         output(out.k, k);
+        output(out.v, v);
     }
 
     ggml_tensor * probes = nullptr;
@@ -549,9 +576,7 @@ void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_s
             commits.push_back(ggml_cpy(ctx, cur.count, old.count));
             commits.push_back(ggml_cpy(ctx, cur.norm, old.norm));
         }
-        probes = ggml_mul(ctx, ggml_l2_norm(ctx, cur.mean, 1e-12f), cur.norm);
-        probes = rope(ggml_reshape_3d(ctx, probes, d, m * h, 1), future, false, il);
-        probes = ggml_reshape_3d(ctx, probes, d, m, h);
+        probes = rope_future(ggml_mul(ctx, ggml_l2_norm(ctx, cur.mean, 1e-12f), cur.norm), il);
     }
     if (recent_rows) {
         ggml_tensor * recent = pool_group(layer, get_queries(layer, recent_rows), true);
@@ -573,7 +598,11 @@ void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_s
     }
 
     if (has(BEACON_PART_RESTATED)) {
-        restated(k, out);
+        ggml_tensor * k_pre = undo_rotation(k, i);
+        if (trace) {
+            output(out.k_pre, k_pre);
+        }
+        restated(k_pre, v, out);
     }
     if (has(BEACON_PART_REDUNDANCY)) {
         output(out.redundancy, redundancy(k));
@@ -592,11 +621,7 @@ void score_builder::build_layer(const beacon_layer & layer, bool trace, beacon_s
             commits.push_back(ggml_cpy(ctx, cur.moment, old.moment));
             commits.push_back(ggml_cpy(ctx, cur.count, old.count));
         }
-        ggml_tensor * v_norm = value_norm(layer);
-        if (trace) {
-            output(out.v_norm, v_norm);
-        }
-        output(out.expected, expected(layer, k, cur, v_norm));
+        output(out.expected, expected(layer, k, cur, v));
     }
 }
 
@@ -614,7 +639,7 @@ ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
 
     scores.assign(plan.layers->size(), {});
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
-        b.build_layer((*plan.layers)[i], trace, scores[i]);
+        b.build_layer(i, trace, scores[i]);
     }
     // a graph that stops half-way leaves the centroids as they were
     for (auto * commit : b.commits) {
@@ -636,7 +661,7 @@ uint32_t beacon_layers_per_graph(const beacon_plan & plan, int64_t max_nodes) {
     }
 
     // tensors that a layer creates, views included, and the inputs that all layers share
-    const int64_t n_layer = 110 + 40 * n_blocks + (plan.parts & BEACON_PART_REDUNDANCY ? 80 * N_ROW_BLOCKS : 0) +
+    const int64_t n_layer = 150 + 40 * n_blocks + (plan.parts & BEACON_PART_REDUNDANCY ? 80 * N_ROW_BLOCKS : 0) +
                             (plan.parts & BEACON_PART_EXPECTED ? 200 : 0);
     const int64_t n_shared = 32;
 

@@ -63,7 +63,9 @@ struct beacon_plan {
     uint32_t n_prefix;               // cells that stay at the front
     uint32_t n_keep;
 
-    std::vector<int32_t> newer;  // indices into cells, ascending: the keys that may restate older ones
+    std::vector<int32_t> newer;             // indices into cells, ascending: the keys that may restate older ones
+
+    std::vector<std::vector<int32_t>> pos;  // [layer][KV head*n] true positions
 
     std::vector<int32_t> track_rows;
     std::vector<int32_t> track_pos;
@@ -77,7 +79,7 @@ struct beacon_plan {
     std::vector<std::vector<std::vector<int32_t>>> keep;  // [layer][KV head][n_keep] indices into cells, ascending
 
     // [layer][KV head*n] what is carried along with a cell, and the index into cells of the one that it speaks of: the
-    // highest cosine of the key to a newer one that is still held, and that one; or the attention so far, and itself
+    // highest likeness to a newer cell that is still held, and that one; or the attention so far, and itself
     std::vector<std::vector<float>>   carried;
     std::vector<std::vector<int32_t>> twin;
 
@@ -90,12 +92,13 @@ struct beacon_scores {
     ggml_tensor * beacon     = nullptr;  // F32 [n, n_head_kv]
     ggml_tensor * recent     = nullptr;  // F32 [n, n_head_kv]
     ggml_tensor * restated   = nullptr;  // F32 [n, n_head_kv]
-    ggml_tensor * twin       = nullptr;  // F32 [n, n_head_kv] index into plan.newer
+    ggml_tensor * twin       = nullptr;  // I32 [n*n_head_kv] index into plan.newer
     ggml_tensor * redundancy = nullptr;  // F32 [n, n_head_kv] mean cosine to the other keys
     ggml_tensor * expected   = nullptr;  // F32 [n, n_head_kv]
     ggml_tensor * probes     = nullptr;  // F32 [n_embd_head_k, n_beacon + n_recent*n_head/n_head_kv, n_head_kv]
     ggml_tensor * k          = nullptr;  // F32 [n_embd_head_k, n, n_head_kv]
-    ggml_tensor * v_norm     = nullptr;  // F32 [n, n_head_kv] length of the values
+    ggml_tensor * k_pre      = nullptr;  // F32 [n_embd_head_k, n, n_head_kv] rotation undone
+    ggml_tensor * v          = nullptr;  // F32 [n_embd_head_v, n, n_head_kv]
 };
 
 // layers that fit into a graph of max_nodes

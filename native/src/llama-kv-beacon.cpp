@@ -626,6 +626,14 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
 
     plan.keep.resize(layers.size());
     plan.carried.resize(layers.size());
+    plan.pos.resize(layers.size());
+    for (uint32_t i = 0; i < layers.size(); ++i) {
+        for (uint32_t head = 0; head < layers[i].n_head_kv; ++head) {
+            for (const int32_t cell : plan.cells) {
+                plan.pos[i].push_back(pos_true(s, layers[i], head, cell));
+            }
+        }
+    }
     plan.twin.resize(layers.size());
     list_newer(plan, st.n_round++);
     if (trace_on) {
@@ -823,7 +831,6 @@ void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores
         }
         if (policy.parts & BEACON_PART_EXPECTED) {
             keep_trace(layer.il, "expected", expected);
-            keep_trace(layer.il, "v_norm", read_f32(scores.v_norm));
         }
         keep_trace(layer.il, "score", score);
         trace_after(plan, i, scores);
@@ -881,12 +888,14 @@ void llama_kv_beacon::update_carried(beacon_plan & plan, uint32_t i, const beaco
     auto & twin    = plan.twin[i];
 
     if (policy.parts & BEACON_PART_RESTATED) {
-        const auto cosine = read_f32(scores.restated);
-        const auto newer  = read_f32(scores.twin);
-        for (size_t j = 0; j < cosine.size(); ++j) {
-            if (cosine[j] > carried[j]) {  // false for NaN: no newer key
-                carried[j] = std::min(cosine[j], 1.0f);
-                twin[j]    = plan.newer[std::clamp<int64_t>(std::lround(newer[j]), 0, plan.newer.size() - 1)];
+        const auto likeness = read_f32(scores.restated);
+
+        std::vector<int32_t> newer(likeness.size());
+        ggml_backend_tensor_get(scores.twin, newer.data(), 0, ggml_nbytes(scores.twin));
+        for (size_t j = 0; j < likeness.size(); ++j) {
+            if (likeness[j] > carried[j]) {  // false for NaN: no newer cell
+                carried[j] = std::min(likeness[j], 1.0f);
+                twin[j]    = plan.newer[newer[j]];
             }
         }
     }
@@ -1009,8 +1018,10 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
     list_newer(plan, 0);
 
     plan.keep.resize(layers.size());
+    plan.pos.resize(layers.size());
     for (uint32_t i = 0; i < layers.size(); ++i) {
         plan.keep[i].assign(layers[i].n_head_kv, plan.cells);
+        plan.pos[i].resize((size_t) layers[i].n_head_kv * params.budget);
     }
 
     const uint32_t n_per_graph = beacon_layers_per_graph(plan, lctx.get_gf_res_reserve()->get_max_nodes());
@@ -1222,13 +1233,7 @@ void llama_kv_beacon::trace_before(const beacon_plan & plan) {
                                          (int32_t) plan.n_prefix, plan.boundary, plan.now, (int32_t) layer.n_head,
                                          (int32_t) layer.mean->ne[1], n_beacon + n_recent });
 
-        std::vector<int32_t> pos;
-        for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
-            for (const int32_t cell : plan.cells) {
-                pos.push_back(pos_true(s, layer, head, cell));
-            }
-        }
-        keep_trace(layer.il, "pos", pos);
+        keep_trace(layer.il, "pos", plan.pos[i]);
         keep_trace(layer.il, "table_pos", plan.table_pos);
         keep_trace(layer.il, "q_track", read_queries(layer.q, s, plan.track_rows));
         keep_trace(layer.il, "q_track_pos", plan.track_pos);
@@ -1257,6 +1262,8 @@ void llama_kv_beacon::trace_after(const beacon_plan & plan, uint32_t i, const be
     keep_trace(layer.il, "q_pre", read_f32(scores.q_pre));
     keep_trace(layer.il, "probes", read_f32(scores.probes));
     keep_trace(layer.il, "k_f32", read_f32(scores.k));
+    keep_trace(layer.il, "v_f32", read_f32(scores.v));
+    keep_trace(layer.il, "k_pre", read_f32(scores.k_pre));
     keep_trace(layer.il, "centroids", read_beacons(layer.mean, plan.stream));
     keep_trace(layer.il, "counts", read_beacons(layer.count, plan.stream));
     keep_trace(layer.il, "norms", read_beacons(layer.norm, plan.stream));
