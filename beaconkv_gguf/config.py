@@ -17,7 +17,7 @@ CELL_STEP = 256
 #: budget, sinks, recent window and pins.
 #:
 #: =============== ===============================================================================
-#: "beacon"        beacons and recent queries, restated keys out of the way (the default)
+#: "beacon"        beacons and recent queries, what is said again out of the way (the default)
 #: "recent"        attention of the recent queries, as SnapKV (arXiv 2404.14469)
 #: "redundancy"    the same, and how alike the keys are, as R-KV (arXiv 2505.24133)
 #: "expected"      attention of queries like those so far, as Expected Attention (arXiv 2510.00636)
@@ -51,9 +51,9 @@ class BeaconConfig:
     beacon_share : float, default 0.5
         Share of the beacons in the importance of a cell, 0 to 1; recent queries have the rest.
     restated : float, default 1.0
-        How much the similarity of a key to a newer key lowers its importance, 0 to 1.
+        How much the likeness of a cell to a newer one lowers its importance, 0 to 1.
     quota : float, default 0.5
-        Share of the free cells that goes to the least restated keys, 0 to 1.
+        Share of the free cells that goes to the least restated cells, 0 to 1.
     policy : str, default "beacon"
         What is kept: one of `POLICIES`. The others are there to compare with; `n_beacon`,
         `beacon_share`, `restated` and `quota` belong to "beacon" alone.

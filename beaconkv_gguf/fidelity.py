@@ -505,7 +505,7 @@ def compare(
     text: Text,
     cases: Sequence[Case],
     *,
-    chunk: int = 128,
+    chunk: int = 32,
     pin: bool = False,
     heat: bool = False,
     progress: Progress | None = None,
@@ -519,8 +519,9 @@ def compare(
     text : Text
     cases : sequence of Case
         Each takes the memory of its own bounded context.
-    chunk : int, default 128
-        Tokens per batch; a cache is compacted between two of them.
+    chunk : int, default 32
+        Tokens per batch; a cache is compacted between two of them. Well below the window, so that
+        the cells in use go up and down as they do when a text is written.
     pin : bool, default False
         Pin the prompt, as `Llama` does by default. It has to fit ``pin_share`` of every budget.
     heat : bool, default False

@@ -260,7 +260,8 @@ def model_budget(
     """What ``Llama(kv_budget="auto")`` takes: `recommend_budget` for a file and this machine.
 
     Falls back to the rule of `auto_budget` where the file can't be read (loading it then says
-    why), and where the model is shared out among several devices.
+    why), where the model is shared out among several devices, and where nothing fits into the RAM:
+    the weights are mapped there, and paged in as far as they are needed.
 
     Parameters
     ----------
@@ -281,7 +282,7 @@ def model_budget(
     Raises
     ------
     ValueError
-        Not even the smallest budget fits.
+        Not even the smallest budget fits into the GPU's memory.
     """
     try:
         layout = read_layout(path)
@@ -289,7 +290,10 @@ def model_budget(
         return auto_budget(cache.n_ctx)
     gpus = gpu_memories() if n_gpu_layers else []
     if not gpus:
-        return recommend_budget(cache, layout, ram())
+        try:
+            return recommend_budget(cache, layout, ram())
+        except ValueError:
+            return auto_budget(cache.n_ctx)
     if len(gpus) > 1 or not offload_kqv or 0 < n_gpu_layers <= layout.n_layer:
         return auto_budget(cache.n_ctx)
     return recommend_budget(cache, layout, gpus[0])

@@ -275,8 +275,11 @@ def test_auto_looks_at_the_memory(
     with Llama(smollm2_path, n_ctx=8192, kv_budget="auto", verbose=False) as llm:
         assert llm.kv_budget == 768
     monkeypatch.setattr(fit, "ram", lambda: Memory(MIB, "available RAM"))
+    assert fit.model_budget(str(smollm2_path), Cache(8192)) == 1280  # mapped weights are tried
+    gpu = [Memory(MIB, "memory of GPU0")]
+    monkeypatch.setattr(fit, "gpu_memories", lambda: gpu)
     with pytest.raises(ValueError, match="does not fit into 1 MiB"):
-        Llama(smollm2_path, n_ctx=8192, kv_budget="auto", verbose=False)
+        fit.model_budget(str(smollm2_path), Cache(8192), n_gpu_layers=-1)
     with Llama(smollm2_path, n_ctx=8192, kv_budget=1280, verbose=False) as llm:
         assert llm.kv_budget == 1280  # tried all the same
 

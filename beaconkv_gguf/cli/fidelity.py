@@ -59,7 +59,7 @@ def fidelity(
     pin: Annotated[
         bool, typer.Option("--pin", help="Pin the prompt; otherwise nothing but the sinks is.")
     ] = False,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens per batch.")] = 128,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens per batch.")] = 32,
     type_k: Annotated[str, typer.Option(help="Cache type of K.")] = "f16",
     type_v: Annotated[str, typer.Option(help="Cache type of V.")] = "f16",
     threads: Annotated[

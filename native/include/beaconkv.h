@@ -40,7 +40,7 @@ enum beacon_status {
 
 // What a bounded cache keeps.
 enum beacon_policy {
-    BEACON_POLICY_BEACON      = 0,  // beacons and recent queries, restated keys out of the way
+    BEACON_POLICY_BEACON      = 0,  // beacons and recent queries, what is said again out of the way
     BEACON_POLICY_RECENT      = 1,  // attention of the recent queries (SnapKV)
     BEACON_POLICY_REDUNDANCY  = 2,  // the same, and how alike the keys are (R-KV)
     BEACON_POLICY_EXPECTED    = 3,  // attention of normally distributed queries (Expected Attention)
@@ -57,8 +57,8 @@ struct beacon_params {
     uint32_t n_beacon;      // centroids per layer and KV head                                    [16]
     uint32_t n_probe;       // recent queries kept per layer as probes, and as many for tracking  [16]
     float    beacon_share;  // share of the beacons in the importance, 0 to 1                     [0.5]
-    float    restated;      // importance *= 1 - restated * similarity to a newer key, 0 to 1     [1.0]
-    float    quota;         // share of the free cells for the least restated keys, 0 to 1        [0.5]
+    float    restated;      // importance *= 1 - restated * likeness to a newer cell, 0 to 1       [1.0]
+    float    quota;         // share of the free cells for the least restated cells, 0 to 1        [0.5]
     int32_t  policy;        // beacon_policy; beacons, restated and quota are those of the first alone
                             //                                                                    [BEACON_POLICY_BEACON]
     float    pin_share;     // a prompt of up to this share of the budget is pinned, 0 to 0.5     [0.25]

@@ -12,7 +12,7 @@ struct beacon_params;
 enum beacon_part : uint32_t {
     BEACON_PART_BEACONS    = 1 << 0,  // attention of the beacons
     BEACON_PART_RECENT     = 1 << 1,  // attention of the recent queries
-    BEACON_PART_RESTATED   = 1 << 2,  // highest cosine to a newer key, carried along with its twin
+    BEACON_PART_RESTATED   = 1 << 2,  // highest likeness to a newer cell, carried along with its twin
     BEACON_PART_REDUNDANCY = 1 << 3,  // mean cosine to the other keys
     BEACON_PART_EXPECTED   = 1 << 4,  // attention of normally distributed queries
     BEACON_PART_SUM        = 1 << 5,  // the recent queries' attention is summed up and carried along
