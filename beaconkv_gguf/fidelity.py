@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _library, _native
+from ._log import error_log
 from .config import BeaconConfig, min_budget
 from .generation import never_end, prompt_tokens
 from .llama import Llama
@@ -36,6 +37,7 @@ Progress = Callable[[int, int], None]
 #: under the full cache goes furthest back.
 FAR_SHARE = 0.05
 HEAT_STEP = 16  # positions per row of a heat map
+F16 = 1  # ggml's number
 
 
 class Model:
@@ -61,12 +63,12 @@ class Model:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = n_gpu_layers
-        self.ptr = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
+        with error_log.collect(quiet=True) as errors:
+            self.ptr = llama_cpp.llama_model_load_from_file(os.fsencode(self.path), params)
         if not self.ptr:
-            raise ValueError(f"Failed to load model from file: {path}")
+            raise ValueError(f"Failed to load model from file: {path}: {'; '.join(errors)}")
         self.vocab = llama_cpp.llama_model_get_vocab(self.ptr)
         self.n_vocab = llama_cpp.llama_vocab_n_tokens(self.vocab)
-        self.n_head = llama_cpp.llama_model_n_head(self.ptr)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of plain text, with the model's BOS token where it wants one."""
@@ -112,27 +114,28 @@ class Context:
         n_ctx: int,
         n_batch: int,
         n_threads: int | None = None,
-        type_k: int = 1,
-        type_v: int = 1,
+        type_k: int | None = None,
+        type_v: int | None = None,
         flash_attn: bool = True,
         cb_eval: Any = None,
     ) -> None:
         p = llama_cpp.llama_context_default_params()
         p.n_ctx, p.n_batch, p.n_ubatch = n_ctx, n_batch, n_batch
-        p.swa_full, p.type_k, p.type_v = False, type_k, type_v
+        p.swa_full, p.type_k, p.type_v = False, type_k or F16, type_v or F16
         p.flash_attn_type = int(flash_attn)
-        if n_threads is not None:
-            p.n_threads = p.n_threads_batch = n_threads
+        p.n_threads = p.n_threads_batch = n_threads or max((os.cpu_count() or 1) // 2, 1)
         if cb_eval is not None:
             p.cb_eval = cb_eval
         self._cb_eval = cb_eval  # as long as the context may call it
         self._model = model
-        with _native.scope(params) if params is not None else contextlib.nullcontext():
+        with (
+            error_log.collect(quiet=True) as errors,
+            _native.scope(params) if params is not None else contextlib.nullcontext(),
+        ):
             self.ptr = llama_cpp.llama_init_from_model(model.ptr, p)
         if not self.ptr:
-            raise _native.BeaconError(
-                f"{model.path}: {_native.last_error() or 'the context could not be made'}"
-            )
+            refusal = _native.last_error() if params is not None else ""
+            raise _native.BeaconError(f"{model.path}: {refusal or '; '.join(errors)}")
         self.n_tokens = 0
         self._batch = llama_cpp.llama_batch_init(n_batch, 0, 1)
 
@@ -303,7 +306,8 @@ class Result:
     kl, kl_p95, kl_p99 : KL divergence of the full cache's next-token distribution, nats
     top1 : share of tokens where both have the same most likely next token
     perplexity_ratio : perplexity of the text under this cache to that under the full one
-    revisits : the same at the tokens that say again what stands further back than the budget
+    revisits : the same at the tokens that say again what stands further back than the budget, or
+        that are marked as "far"
     n_compact : compactions
     n_tokens : length of the text
     heat : [chunks, runs of HEAT_STEP positions] share of layers and KV heads that hold them, after
@@ -403,14 +407,15 @@ class _Reference:
 class _AttentionSink:
     """Takes each layer's attention out of the graph while it is computed, mean over its heads."""
 
-    def __init__(self, n_head: int) -> None:
-        self.n_head, self.n_tokens = n_head, 0  # of the batch
+    def __init__(self) -> None:
+        self.n_tokens = 0  # of the batch
         self.layers: dict[int, npt.NDArray[np.float32]] = {}
         self._ggml = _library.load("ggml-base")
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
         for name, result, *arguments in (
             ("ggml_get_name", ctypes.c_char_p, pointer),
             ("ggml_nbytes", size, pointer),
+            ("ggml_nrows", ctypes.c_int64, pointer),
             ("ggml_backend_tensor_get", None, pointer, pointer, size, size),
         ):
             function = getattr(self._ggml, name)
@@ -424,7 +429,8 @@ class _AttentionSink:
         if not ask:
             weights = np.empty(self._ggml.ggml_nbytes(tensor) // 4, np.float32)
             self._ggml.ggml_backend_tensor_get(tensor, weights.ctypes.data, 0, weights.nbytes)
-            weights = weights.reshape(self.n_head, self.n_tokens, -1)  # [.., .., cells]
+            n_head = self._ggml.ggml_nrows(tensor) // self.n_tokens
+            weights = weights.reshape(n_head, self.n_tokens, -1)  # [.., .., cells]
             self.layers[int(name.rsplit("-", 1)[1])] = weights.mean(0)
         return True
 
@@ -442,7 +448,8 @@ def far_attention(
     """Share of each token's attention that goes further back than `distance`, under a full cache.
 
     Mean over the layers and heads that attend to everything, sinks left out. Flash attention is
-    off for it, so that there are weights to see; the matrix of one layer and chunk is in memory.
+    off for it, so that there are weights to see, and V is f16, which that needs; the matrix of one
+    layer and chunk is in memory.
 
     Parameters
     ----------
@@ -460,7 +467,8 @@ def far_attention(
     with Context(model, BeaconConfig().params(least), n_ctx=n_ctx, n_batch=1, **context) as probe:
         layers = _native.layers(probe.ptr).tolist()  # the others attend to a window alone
     share = np.zeros(n_tokens)
-    sink = _AttentionSink(model.n_head)
+    sink = _AttentionSink()
+    context["type_v"] = F16  # a quantised one needs flash attention
     with Context(
         model, n_ctx=n_ctx, n_batch=chunk, flash_attn=False, cb_eval=sink.callback, **context
     ) as full:
@@ -488,7 +496,7 @@ def with_far_tokens(
     """The text with the kind "far": the FAR_SHARE of tokens whose attention goes furthest back.
 
     Each is the one that the attending token foretells. Only tokens more than `distance` from the
-    start count.
+    start count, and attention that goes further back than that; take the largest budget for it.
     """
     share = far_attention(model, text.tokens, distance, progress=progress, **context)
     reach = share[distance:-1]
@@ -498,6 +506,16 @@ def with_far_tokens(
     return dataclasses.replace(
         text, kinds={**text.kinds, "far": far}, source=np.where(far, 0, text.source)
     )
+
+
+def check_length(n_tokens: int, cases: Sequence[Case], chunk: int = 32) -> None:
+    """Raise ValueError unless a text of `n_tokens` is read on past an eviction in every case."""
+    for case in cases:
+        if n_tokens <= -(-(case.budget + 1) // chunk) * chunk:  # the last token has no following
+            raise ValueError(
+                f"the text has {n_tokens} tokens, a budget of {case.budget} cells holds all of "
+                "them, or all but the last few: take a longer text or a smaller budget"
+            )
 
 
 def compare(
@@ -545,12 +563,9 @@ def compare(
     """
     tokens = np.asarray(text.tokens)
     n_tokens = len(tokens)
-    for case in cases:
-        if case.budget >= n_tokens:
-            raise ValueError(
-                f"the text has {n_tokens} tokens, a budget of {case.budget} cells holds all of "
-                "them: take a longer text or a smaller budget"
-            )
+    check_length(n_tokens, cases, chunk)
+    if pin and text.n_prompt == 0:
+        raise ValueError(f"the text {text.name} has no prompt to pin")
     n_ctx = -(-n_tokens // 256) * 256
     with contextlib.ExitStack() as stack:
 
@@ -636,18 +651,6 @@ def _summary(run: _Comparison, text: Text, nll: Floats, n_ctx: int) -> Result:
         config=dataclasses.asdict(run.case.config),
         heat=np.stack(run.heat) if run.heat else None,
     )
-
-
-def check_plot(path: str | os.PathLike[str]) -> None:
-    """Raise RuntimeError unless a picture can be written to `path`: before anything is measured."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise RuntimeError(
-            "plots need matplotlib, which is not installed: pip install 'beaconkv_gguf[plot]'"
-        ) from None
-    if not Path(path).resolve().parent.is_dir():
-        raise RuntimeError(f"the folder of the plot does not exist: {path}")
 
 
 def plot(results: Sequence[Result], title: str, path: str | os.PathLike[str]) -> None:

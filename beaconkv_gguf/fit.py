@@ -25,8 +25,9 @@ PROCESS_BYTES = 128 * MIB
 #: How `Needs.compute` comes by its figure.
 COMPUTE_RULE = (
     "an estimate: 4 bytes x batch x (vocabulary + embedding + 2 x widest feed-forward), "
-    "6 bytes x batch x cells of the mask, 12 bytes of host tables per KV head and cell of a "
-    "budget, and 128 MiB; flash attention on"
+    "6 bytes x batch x cells of the mask (or, where that is more, 12 bytes x K and V of one layer "
+    "of a budget), 12 bytes of host tables per KV head and cell of a budget, and 128 MiB; flash "
+    "attention on"
 )
 
 
@@ -131,7 +132,7 @@ class Needs:
 
 def needs(layout: Layout, cache: Cache) -> Needs:
     """Bytes that a model takes with a context that is made with `cache`."""
-    k = v = ring = beacon = swa = tables = 0  # per sequence
+    k = v = ring = beacon = swa = tables = widest = 0  # per sequence
     for layer in layout.attention:
         k_row = _row_bytes(cache.type_k, layer.n_head_kv * layer.head_k)
         v_row = _row_bytes(cache.type_v, layer.n_head_kv * layer.head_v)
@@ -143,9 +144,15 @@ def needs(layout: Layout, cache: Cache) -> Needs:
         if cache.budget is not None:
             n_row = 2 * cache.beacon.n_probe + 1  # f16, the last one for scrap
             ring += 2 * layer.n_head * layer.head_k * n_row
-            beacon += 4 * (layer.head_k + 2) * cache.beacon.n_beacon * layer.n_head_kv
+            n_mean = cache.beacon.n_beacon * layer.n_head_kv
+            if cache.beacon.policy == "expected":  # mean and second moment of each query head
+                n_mean = layer.n_head
+                beacon += 4 * layer.head_k**2 * layer.n_head
+            beacon += 4 * (layer.head_k + 2) * n_mean
             tables += 12 * layer.n_head_kv * cache.budget
+            widest = max(widest, layer.n_head_kv * (layer.head_k + layer.head_v))
     per_token = 4 * (layout.n_vocab + layout.n_embd + 2 * layout.n_ff) + 6 * cache.cells
+    compaction = 12 * widest * cache.cells  # a layer's K and V in f32, turned back and of length 1
     return Needs(
         k=k * cache.n_seq,
         v=v * cache.n_seq,
@@ -153,7 +160,7 @@ def needs(layout: Layout, cache: Cache) -> Needs:
         beacon=beacon * cache.n_seq,
         swa=swa * cache.n_seq,
         recurrent=4 * layout.n_state * layout.n_recurrent * cache.n_seq,
-        compute=cache.batch * per_token + tables * cache.n_seq + PROCESS_BYTES,
+        compute=max(cache.batch * per_token, compaction) + tables * cache.n_seq + PROCESS_BYTES,
         weights=layout.weights,
     )
 

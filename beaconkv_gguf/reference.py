@@ -526,7 +526,8 @@ def score_redundancy(attention: Array, similar: Array, share: float = 0.1, pool:
     padded = np.pad(attention, ((0, 0), (pool // 2, pool // 2)))
     pooled = np.max([padded[:, i : i + n] for i in range(pool)], axis=0)
     softmax = np.exp(similar) / np.exp(similar).sum(-1, keepdims=True)
-    return share * pooled / pooled.sum(-1, keepdims=True) - (1 - share) * softmax
+    total = pooled.sum(-1, keepdims=True)
+    return share * pooled / np.where(total > 0, total, 1.0) - (1 - share) * softmax
 
 
 def score_expected(

@@ -41,13 +41,13 @@ class KVStats:
     bytes_k, bytes_v : int
         K and V of the budgeted layers.
     bytes_ring, bytes_beacon : int
-        Query rows, and centroids with their counts and norms.
+        Query rows, and centroids with their counts and norms (the policy "expected": moments).
     bytes_allocated : int
         What ggml's buffers of these four really take, padding included.
     bytes_other : int
         Sliding-window and recurrent caches of the same model; the budget leaves them alone.
     bytes_host : int
-        Positions and key similarities per layer, KV head and cell, in host memory.
+        Positions and what is carried along per layer, KV head and cell, in host memory.
     bytes_full : int
         K and V of the same layers in a cache of `n_ctx_seq` cells.
     us_compact, us_score, us_select, us_move : int

@@ -52,6 +52,9 @@ _ASIDES = (
 )
 
 
+MAX_FACTS = 1000  # each about an entity of its own, of some 34,000 names
+
+
 @dataclass(frozen=True)
 class Fact:
     """The `attribute` of `entity` is `value`."""
@@ -96,15 +99,15 @@ def synthetic(seed: int, n_words: int = 3000, n_facts: int = 26, n_steps: int = 
     n_words : int, default 3000
         Length of the whole text in words; a word is about 1.7 tokens here.
     n_facts, n_steps : int
-        Facts (at least 1) and plan items (1 to 12) at the start.
+        Facts (1 to 1,000) and plan items (1 to 12) at the start.
 
     Raises
     ------
     ValueError
         A count is out of its range.
     """
-    if n_facts < 1:
-        raise ValueError(f"n_facts must be at least 1, not {n_facts}")
+    if not 1 <= n_facts <= MAX_FACTS:
+        raise ValueError(f"n_facts must be from 1 to {MAX_FACTS}, not {n_facts}")
     if not 1 <= n_steps <= len(STEPS):
         raise ValueError(f"n_steps must be from 1 to {len(STEPS)}, not {n_steps}")
     rng = random.Random(seed)

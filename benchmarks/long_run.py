@@ -16,11 +16,11 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 import psutil
 
-from beaconkv_gguf import Llama, LogitsProcessorList, _native, llama_cpp
+from beaconkv_gguf import Llama, _native
 from beaconkv_gguf.default_model import default_model_path
+from beaconkv_gguf.generation import never_end
 
 N_CTX, BUDGET, N_WRITE, N_PROMPT = 8192, 1024, 8000, 6000
 MIB = 1024 * 1024
@@ -47,13 +47,6 @@ def write(model: str, threads: int) -> list[tuple[str, bool]]:
         n_threads_batch=threads,
         verbose=False,
     )
-    vocab = llm._model.vocab
-    ends = [t for t in range(llm.n_vocab()) if llama_cpp.llama_vocab_is_eog(vocab, t)]
-
-    def never_end(input_ids: Any, scores: Any) -> Any:
-        scores[ends] = -np.inf
-        return scores
-
     rss_first = most = 0
     start = time.perf_counter()
     reason = None
@@ -64,7 +57,7 @@ def write(model: str, threads: int) -> list[tuple[str, bool]]:
         repeat_penalty=1.1,
         seed=1,
         stream=True,
-        logits_processor=LogitsProcessorList([never_end]),
+        logits_processor=never_end(llm),
     )
     with llm:
         for chunk in chunks:

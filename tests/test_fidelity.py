@@ -264,10 +264,10 @@ def test_command_draws_a_picture(tiny_path: Callable[[str], Path], tmp_path: Pat
 def test_a_plot_without_matplotlib_says_what_to_install(
     tiny_path: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     result = invoke(tiny_path("llama"), *FAST, "--plot", tmp_path / "kl.png")
     assert result.exit_code == 1
-    assert "pip install 'beaconkv_gguf[plot]'" in result.stderr
+    assert 'pip install "beaconkv_gguf[plot]"' in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -278,11 +278,12 @@ def test_a_plot_without_matplotlib_says_what_to_install(
         (["--kv-budget=701"], "the text has 700 tokens, a budget of 701 cells"),
         (["--kv-budget=0.5x"], "a ratio is a number above 1"),
         (["--kv-budget=40x"], "40x of a context of 768 tokens leaves"),
+        (["--tokens=257", "--kv-budget=256"], "the text has 257 tokens, a budget of 256 cells"),
         (["--policy=lru"], "policy must be one of beacon, recent"),
         (["--set=colour=1"], "setting 'colour=1': allowed are window"),
         (["--set=window=many"], "'many' is no number"),
         (["--type-k=q9"], "is no cache type"),
-        (["--plot=nowhere/kl.png"], "the folder of the plot does not exist"),
+        (["--plot=nowhere/kl.png"], "there is no such folder"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

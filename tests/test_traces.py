@@ -41,7 +41,9 @@ def test_arithmetic_of_the_work_is_right() -> None:
     assert sums and all(int(a) + int(b) == int(c) for a, b, c in sums)
 
 
-@pytest.mark.parametrize("counts", [{"n_facts": 0}, {"n_steps": 0}, {"n_steps": 13}])
+@pytest.mark.parametrize(
+    "counts", [{"n_facts": 0}, {"n_facts": 1001}, {"n_steps": 0}, {"n_steps": 13}]
+)
 def test_counts_out_of_range_are_refused_by_name(counts: dict[str, int]) -> None:
     ((name, value),) = counts.items()
     with pytest.raises(ValueError, match=rf"{name} must be .* not {value}"):

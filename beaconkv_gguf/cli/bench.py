@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import bench as library
+from ..plots import check_plot
 from ..stats import MIB
 from .common import errors, fetch_default_model, one_line_errors, parse_budget, parse_type
 
@@ -87,7 +88,7 @@ def bench(
     try:
         with one_line_errors(), _warnings():
             if plot is not None:
-                library.check_plot(plot)
+                check_plot(plot)
             path = model if model is not None else fetch_default_model()
             with _progress() as progress:
                 report = library.bench(

@@ -17,6 +17,7 @@ from .. import fidelity as library
 from .._log import error_log
 from ..config import POLICIES, BeaconConfig, resolve_budget
 from ..llama import cache_type
+from ..plots import check_plot
 from ..traces import Trace, synthetic
 from .common import errors, fetch_default_model, one_line_errors, parse_budget, parse_type
 
@@ -81,7 +82,7 @@ def fidelity(
     budgets = kv_budget or ["4x", "5.8x"]
     with one_line_errors():
         if plot is not None:
-            library.check_plot(plot)
+            check_plot(plot)
         configs = [_config(name, set_ or []) for name in policies]
         context: dict[str, Any] = {
             "n_threads": threads,
@@ -94,15 +95,17 @@ def fidelity(
             library.Model(path, n_gpu_layers) as loaded,
             _progress() as bar,
         ):
-            words = _text(text, loaded, path, tokens, facts, steps, bar, threads, n_gpu_layers)
-            n_ctx = -(-len(words.tokens) // 256) * 256
+            n_ctx = -(-tokens // 256) * 256
             cases = [
                 library.Case(_cells(budget, loaded, n_ctx, config, context), config, name)
                 for budget in budgets
                 for name, config in zip(policies, configs)
             ]
+            library.check_length(tokens, cases, chunk)
+            words = _text(text, loaded, path, tokens, facts, steps, bar, threads, n_gpu_layers)
+            library.check_length(len(words.tokens), cases, chunk)
             if not words.kinds:
-                reach = min(case.budget for case in cases)
+                reach = max(case.budget for case in cases)
                 with _task(bar, "attention of the full cache") as report:
                     words = library.with_far_tokens(words, loaded, reach, report, **context)
             with _task(bar, f"{len(words.tokens):,} tokens through {1 + len(cases)} caches") as go:

@@ -60,7 +60,6 @@ def fit(
         room = parse_memory(memory) if memory else device_memory()
         layout = read_layout(model)
         usual = [n for n in USUAL_CONTEXTS if n < layout.n_ctx_train]
-        given = type_k or type_v
         caches = [
             Cache(
                 n,
@@ -69,7 +68,7 @@ def fit(
                 n_seq=parallel,
             )
             for n in sorted(set(n_ctx or [*usual, layout.n_ctx_train]))
-            for name in ([given] if given else DEFAULT_TYPES)
+            for name in ([type_k] if type_k else DEFAULT_TYPES)
         ]
         usable = [] if layout.unsure else [cache for cache in caches if cache.fits_heads(layout)]
         best = recommend(layout, room, usable)

@@ -82,7 +82,7 @@ struct beacon_stats {
     uint64_t bytes_beacon;     // centroids, counts and norms; moments of the policy "expected"
     uint64_t bytes_allocated;  // what ggml's buffers of these four really take, padding included
     uint64_t bytes_other;      // SWA and recurrent caches of the same model: the budget leaves them alone
-    uint64_t bytes_host;       // positions and key similarities per layer, KV head and cell, in host memory
+    uint64_t bytes_host;       // positions and what is carried along per layer, KV head and cell, in host memory
     uint64_t bytes_full;       // K and V of the same layers in a cache of n_ctx_seq cells
     int64_t  us_compact;       // microseconds in compactions, and of these:
     int64_t  us_score;         //   track, probe, importance, restated
@@ -159,7 +159,7 @@ BEACON_API int beacon_set_trace(struct llama_context * ctx, bool on);
 //   "q_recent"   f32    [R][n_head][d] after RoPE        "q_recent_pos" int32 [R]
 //   "centroids_before", "centroids" f32 [H][m][d]        "counts_before", "counts", "norms_before", "norms" f32 [H][m]
 //   "probes"     f32    [H][P][d] beacons, then recent queries (head of the group outermost), as multiplied with K
-//   "importance" f32    [H][n]    share of the probes' attention
+//   "importance" f32    [H][n]    share of the probes' attention; 0 for a policy without one
 //   "similar"    f32    [H][n]    mean cosine to the other keys ("redundancy")
 //   "expected"   f32    [H][n]    expected attention
 //   "score"      f32    [H][n]    the highest stay

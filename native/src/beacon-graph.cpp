@@ -21,7 +21,8 @@ static constexpr float MAX_STEP  = 32.0f;
 // R-KV: keys from this cosine on are alike
 static constexpr float ALIKE = 0.5f;
 
-// its matrix of cosines is made in that many blocks of rows: fewer take more memory, more take more nodes
+// Its matrix of cosines is made in that many blocks of rows: more take more nodes, fewer more memory (cells^2/8 floats
+// per KV head, several times over: it is there to compare with, at budgets of some thousand cells).
 static constexpr int64_t N_ROW_BLOCKS = 8;
 
 // Queries to come: the rotation is averaged over that many positions, that far apart. Where a beacon's query comes next

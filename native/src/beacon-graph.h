@@ -10,7 +10,7 @@ struct llama_context;
 class llama_kv_cache;
 
 // The two graphs of a compaction, composed of ggml's own operators so that they run on every backend:
-//   score: track, probe, importance, restated -> two sums and a similarity per cell and KV head
+//   score: track, probe, importance, restated -> what a policy's score is made of, a few floats per cell and KV head
 //   move:  kept rows of K and V to the front, bytes as they are
 // They are the reference for kernels that fuse their steps, which would replace these two functions.
 

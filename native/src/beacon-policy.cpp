@@ -6,7 +6,7 @@
 #include <cmath>
 #include <numeric>
 
-// cosine at which keys count as alike, and the share of the attention in R-KV's score
+// R-KV: share of the attention in the score, and neighbours that it is pooled over
 static constexpr float RKV_LAMBDA = 0.1f;
 static constexpr int   RKV_POOL   = 7;
 

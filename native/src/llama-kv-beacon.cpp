@@ -620,7 +620,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     st.rows.list(false, plan.track_rows, plan.track_pos);
     st.rows.list(true, plan.recent_rows, plan.recent_pos);
 
-    if (!st.has_beacons && (plan.track_rows.empty() || plan.parts & BEACON_PART_EXPECTED)) {
+    if (!st.has_beacons && st.n_tracked == 0 && (plan.track_rows.empty() || plan.parts & BEACON_PART_EXPECTED)) {
         zero_beacons(s);  // another sequence's may be there
     }
 
@@ -821,6 +821,7 @@ void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores
         head.importance = &importance[offs];
 
         policy.score(params, head, &score[offs]);
+        std::replace_if(&score[offs], &score[offs] + n, [](float x) { return std::isnan(x); }, -INFINITY);
         beacon_select(&score[offs], n, plan.n_prefix, params.n_recent, plan.n_keep, keep[h]);
     }
 
@@ -893,7 +894,9 @@ void llama_kv_beacon::update_carried(beacon_plan & plan, uint32_t i, const beaco
         std::vector<int32_t> newer(likeness.size());
         ggml_backend_tensor_get(scores.twin, newer.data(), 0, ggml_nbytes(scores.twin));
         for (size_t j = 0; j < likeness.size(); ++j) {
-            if (likeness[j] > carried[j]) {  // false for NaN: no newer cell
+            const bool is_found = newer[j] >= 0 && newer[j] < (int32_t) plan.newer.size() &&
+                                  plan.newer[newer[j]] > (int32_t) (j % plan.n());  // else: no newer cell
+            if (is_found && likeness[j] > carried[j]) {
                 carried[j] = std::min(likeness[j], 1.0f);
                 twin[j]    = plan.newer[newer[j]];
             }
@@ -902,7 +905,7 @@ void llama_kv_beacon::update_carried(beacon_plan & plan, uint32_t i, const beaco
     if (policy.parts & BEACON_PART_SUM) {
         const auto attention = read_f32(scores.recent);
         for (size_t j = 0; j < attention.size(); ++j) {
-            carried[j] += attention[j];
+            carried[j] += std::isnan(attention[j]) ? 0.0f : attention[j];
         }
         for (size_t j = 0; j < twin.size(); ++j) {
             twin[j] = j % plan.n();
