@@ -660,17 +660,19 @@ def plot(results: Sequence[Result], title: str, path: str | os.PathLike[str]) ->
     ----------
     results : sequence of Result
         From `compare` with ``heat=True``. The pictures of held positions are of the first two
-        policies at the smallest budget.
+        results at the budget in the middle.
     title : str
         Model and text.
     path : path
         PNG, SVG or PDF, by its ending.
     """
+    from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     policies = list(dict.fromkeys(r.policy for r in results))
-    smallest = min(r.budget for r in results)
-    maps = [r for r in results if r.heat is not None and r.budget <= smallest * 1.05][:2]
+    budgets = sorted({r.budget for r in results})
+    middle = budgets[len(budgets) // 2]
+    maps = [r for r in results if r.heat is not None and r.budget == middle][:2]
     figure = Figure(figsize=(9, 4.5 + 4 * bool(maps)), layout="constrained")
     figure.suptitle(title)
     grid = figure.add_gridspec(1 + bool(maps), max(len(maps), 1))
@@ -679,22 +681,15 @@ def plot(results: Sequence[Result], title: str, path: str | os.PathLike[str]) ->
     for policy in policies:
         mine = sorted((r for r in results if r.policy == policy), key=lambda r: r.budget)
         axes.plot([r.budget for r in mine], [r.kl for r in mine], "o-", label=policy)
-    axes.set(xlabel="budget (KV cells per layer)", ylabel="mean KL to the full cache (nats)")
-    axes.set_ylim(bottom=0)
-    budgets = sorted({r.budget for r in results})
-    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
-    axes.tick_params(axis="x", labelrotation=30 if len(budgets) > 6 else 0)
     ratios = {r.budget: r.ratio for r in results}
-    for budget in budgets:
-        axes.annotate(
-            f"{ratios[budget]:.1f}x less memory",
-            (budget, 0),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize="x-small",
-            color="grey",
-        )
+    axes.set_xscale("log")
+    axes.set_xticks(budgets, [f"{n:,}\n{ratios[n]:.1f}x less" for n in budgets])
+    axes.minorticks_off()
+    axes.set(
+        xlabel="budget (KV cells per layer; times less memory than the full cache)",
+        ylabel="mean KL to the full cache (nats)",
+    )
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(title="policy")
 
@@ -706,8 +701,7 @@ def plot(results: Sequence[Result], title: str, path: str | os.PathLike[str]) ->
             result.heat.T,
             origin="lower",
             aspect="auto",
-            vmin=0,
-            vmax=1,
+            norm=PowerNorm(0.5, vmin=0, vmax=1),  # few heads hold what is old
             cmap="viridis",
             extent=(0, result.n_tokens, 0, n_bins * HEAT_STEP),
         )
