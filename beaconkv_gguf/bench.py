@@ -555,15 +555,15 @@ class _Remote(contextlib.AbstractContextManager["_Remote"]):
         self._label = label(kv_budget)
         # a pipe would have to be drained
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
-        # the worker must find the same package, wherever this process found it
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        # the worker must find the same package, wherever this process found it: not the one that
+        # may lie in the folder of work, as with -m
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _serve; _serve()"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             encoding="utf-8",
-            env=environment,
         )
 
     def ask(self, on_tokens: Callable[[int], None] | None = None, **request: Any) -> dict[str, Any]:
@@ -845,7 +845,3 @@ def plot(report: Report, path: str | os.PathLike[str]) -> None:
         fontsize=11,
     )
     figure.savefig(path, dpi=150)
-
-
-if __name__ == "__main__":
-    _serve()
