@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _PACKAGE = Path(__file__).resolve().parent
 
@@ -137,3 +138,10 @@ def guard_dll_directories() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def function(library: str, name: str, restype: Any, *argtypes: Any) -> Any:
+    """C function `name` of the `library` that defines it, "ggml" or "ggml-base"."""
+    result = getattr(load(library), name)
+    result.restype, result.argtypes = restype, argtypes
+    return result

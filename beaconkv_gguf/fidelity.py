@@ -410,26 +410,23 @@ class _AttentionSink:
     def __init__(self) -> None:
         self.n_tokens = 0  # of the batch
         self.layers: dict[int, npt.NDArray[np.float32]] = {}
-        self._ggml = _library.load("ggml-base")
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        for name, result, *arguments in (
-            ("ggml_get_name", ctypes.c_char_p, pointer),
-            ("ggml_nbytes", size, pointer),
-            ("ggml_nrows", ctypes.c_int64, pointer),
-            ("ggml_backend_tensor_get", None, pointer, pointer, size, size),
-        ):
-            function = getattr(self._ggml, name)
-            function.restype, function.argtypes = result, arguments
+        self._name = _library.function("ggml-base", "ggml_get_name", ctypes.c_char_p, pointer)
+        self._nbytes = _library.function("ggml-base", "ggml_nbytes", size, pointer)
+        self._nrows = _library.function("ggml-base", "ggml_nrows", ctypes.c_int64, pointer)
+        self._get = _library.function(
+            "ggml-base", "ggml_backend_tensor_get", None, pointer, pointer, size, size
+        )
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_tensor)
 
     def _on_tensor(self, tensor: int, ask: bool, user_data: Any) -> bool:
-        name = self._ggml.ggml_get_name(tensor).decode()
+        name = self._name(tensor).decode()
         if not name.startswith("kq_soft_max-"):
             return not ask  # not wanted; and go on
         if not ask:
-            weights = np.empty(self._ggml.ggml_nbytes(tensor) // 4, np.float32)
-            self._ggml.ggml_backend_tensor_get(tensor, weights.ctypes.data, 0, weights.nbytes)
-            n_head = self._ggml.ggml_nrows(tensor) // self.n_tokens
+            weights = np.empty(self._nbytes(tensor) // 4, np.float32)
+            self._get(tensor, weights.ctypes.data, 0, weights.nbytes)
+            n_head = self._nrows(tensor) // self.n_tokens
             weights = weights.reshape(n_head, self.n_tokens, -1)  # [.., .., cells]
             self.layers[int(name.rsplit("-", 1)[1])] = weights.mean(0)
         return True

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import _native
+from . import _library, _native
 from .config import CELL_STEP, BeaconConfig, auto_budget, min_budget
-from .gguf_layout import Layout, ggml_function, read_layout
+from .gguf_layout import Layout, read_layout
 from .stats import MIB
 
 F16 = 1  # ggml's number of the type
@@ -34,8 +34,8 @@ COMPUTE_RULE = (
 @functools.cache
 def _block(ggml_type: int) -> tuple[int, int]:
     """Numbers in one block of a ggml type, and its bytes."""
-    n = ggml_function("ggml-base", "ggml_blck_size", ctypes.c_int64, ctypes.c_int)
-    n_bytes = ggml_function("ggml-base", "ggml_type_size", ctypes.c_size_t, ctypes.c_int)
+    n = _library.function("ggml-base", "ggml_blck_size", ctypes.c_int64, ctypes.c_int)
+    n_bytes = _library.function("ggml-base", "ggml_type_size", ctypes.c_size_t, ctypes.c_int)
     return n(ggml_type), n_bytes(ggml_type)
 
 
@@ -179,11 +179,11 @@ _CPU, _GPU, _IGPU = 0, 1, 2  # enum ggml_backend_dev_type
 def _device_memories(*kinds: int) -> list[Memory]:
     """Free memory of ggml's devices of these kinds, the largest first."""
     device, size_p = ctypes.c_void_p, ctypes.POINTER(ctypes.c_size_t)
-    count = ggml_function("ggml", "ggml_backend_dev_count", ctypes.c_size_t)
-    get = ggml_function("ggml", "ggml_backend_dev_get", device, ctypes.c_size_t)
-    kind_of = ggml_function("ggml-base", "ggml_backend_dev_type", ctypes.c_int, device)
-    name_of = ggml_function("ggml-base", "ggml_backend_dev_name", ctypes.c_char_p, device)
-    ask = ggml_function("ggml-base", "ggml_backend_dev_memory", None, device, size_p, size_p)
+    count = _library.function("ggml", "ggml_backend_dev_count", ctypes.c_size_t)
+    get = _library.function("ggml", "ggml_backend_dev_get", device, ctypes.c_size_t)
+    kind_of = _library.function("ggml-base", "ggml_backend_dev_type", ctypes.c_int, device)
+    name_of = _library.function("ggml-base", "ggml_backend_dev_name", ctypes.c_char_p, device)
+    ask = _library.function("ggml-base", "ggml_backend_dev_memory", None, device, size_p, size_p)
     result = []
     for i in range(count()):
         free, total = ctypes.c_size_t(), ctypes.c_size_t()

@@ -33,17 +33,10 @@ _NUMBERS: dict[int, Any] = {  # enum gguf_type
 _STRING, _ARRAY = 8, 9
 
 
-def ggml_function(library: str, name: str, restype: Any, *argtypes: Any) -> Any:
-    """C function `name` of ``"ggml"`` or ``"ggml-base"``."""
-    function = getattr(_library.load(library), name)
-    function.restype, function.argtypes = restype, argtypes
-    return function
-
-
 @functools.cache
 def _gguf(name: str, restype: Any, *more: Any) -> Any:
     """Function ``gguf_*`` that takes a ``struct gguf_context *`` first."""
-    return ggml_function("ggml-base", f"gguf_{name}", restype, ctypes.c_void_p, *more)
+    return _library.function("ggml-base", f"gguf_{name}", restype, ctypes.c_void_p, *more)
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -63,7 +56,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         n_bytes = os.fstat(file.fileno()).st_size
         if file.read(4) != b"GGUF":
             raise ValueError(f"{path} is no GGUF file: it does not begin with 'GGUF'")
-    init = ggml_function(
+    init = _library.function(
         "ggml-base", "gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParams
     )
     with error_log.collect(quiet=True) as errors:

@@ -99,8 +99,8 @@ def test_allowance_covers_the_compute_buffers(
 ) -> None:
     layout = read_layout(request.getfixturevalue(f"{model}_path"))
     params = BeaconConfig().params(budget) if budget else None
-    with log() as lines, Context(request.getfixturevalue(model), params, n_ctx=8192):
-        pass
+    with log() as lines:
+        Context(request.getfixturevalue(model), params, n_ctx=8192).close()
     sizes = re.findall(r"compute buffer size = +([\d.]+) MiB", "".join(lines))
     measured = sum(float(size) for size in sizes) * MIB
     assert 0 < measured < fit.needs(layout, Cache(8192, budget)).compute < 2 * measured + 256 * MIB

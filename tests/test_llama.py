@@ -164,8 +164,7 @@ def test_eval_beyond_the_context_is_refused_and_changes_nothing(
         llm.eval([65] * 12)
         tokens = llm.generate([65, 66, 67], temp=0.0, logits_processor=endless(llm))
         with pytest.raises(ValueError, match="exceed context window of 512"):
-            for _ in tokens:
-                pass
+            list(tokens)
         assert write(llm, "Still", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 

@@ -503,8 +503,8 @@ def test_models_that_a_budget_cannot_serve_are_refused_by_name(
     with pytest.raises(RuntimeError, match=reason) as error:
         Context(tiny(name), unpinned(), n_ctx=512)
     assert tiny_models.ALL[name]().arch in str(error.value)
-    with Context(tiny(name), n_ctx=512):  # without a budget they load as ever
-        pass
+    with Context(tiny(name), n_ctx=512) as ctx:  # without a budget they load as ever
+        assert ctx.stats()["budget"] == 0
 
 
 def test_a_budget_without_flash_attention_is_refused(tiny: Tiny) -> None:
@@ -538,6 +538,6 @@ def test_a_budget_above_the_logical_context_is_refused(tiny: Tiny) -> None:
 
 
 def test_creating_a_context_says_what_the_budget_is(tiny: Tiny) -> None:
-    with log() as lines, Context(tiny("llama"), unpinned(), n_ctx=1024):
-        pass
+    with log() as lines:
+        Context(tiny("llama"), unpinned(), n_ctx=1024).close()
     assert any("256 cells" in line for line in lines)

@@ -234,7 +234,11 @@ def _table(results: Sequence[library.Result], title: str) -> Table:
         table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
     kinds = sorted({kind for result in results for kind in result.revisits})
     for kind in kinds:
-        table.add_column(f"{kind} top-1", justify="right")
+        table.add_column(kind, justify="right", no_wrap=True)
+    if kinds:
+        table.caption = (
+            f"{', '.join(kinds)}: top-1 at the tokens that look back / how many they are"
+        )
     for result in results:
         table.add_row(
             result.policy,
@@ -251,4 +255,4 @@ def _table(results: Sequence[library.Result], title: str) -> Table:
 
 
 def _part(part: Optional[library.Part]) -> str:
-    return "" if part is None else f"{part.top1:.0%} of {part.n}"
+    return "" if part is None else f"{part.top1:.0%}/{part.n}"

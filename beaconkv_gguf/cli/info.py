@@ -1,7 +1,6 @@
 """``beaconkv-gguf info``."""
 
 import ctypes
-from typing import Any
 
 import llama_cpp
 from rich.console import Console
@@ -35,29 +34,27 @@ def info() -> None:
     Console().print(grid)
 
 
-def _ggml(name: str, restype: Any, *argtypes: Any) -> Any:
-    function = getattr(_library.load("ggml"), name)
-    function.restype, function.argtypes = restype, argtypes
-    return function
-
-
 def _backends() -> list[str]:
     """Names of the backends that are compiled in."""
-    get = _ggml("ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
-    name = _ggml("ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
-    count = _ggml("ggml_backend_reg_count", ctypes.c_size_t)()
+    get = _library.function("ggml", "ggml_backend_reg_get", ctypes.c_void_p, ctypes.c_size_t)
+    name = _library.function("ggml-base", "ggml_backend_reg_name", ctypes.c_char_p, ctypes.c_void_p)
+    count = _library.function("ggml", "ggml_backend_reg_count", ctypes.c_size_t)()
     return [name(get(i)).decode() for i in range(count)]
 
 
 def _devices() -> list[str]:
     """Name, description and memory of each device."""
-    get = _ggml("ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    name = _ggml("ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
-    description = _ggml("ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p)
+    get = _library.function("ggml", "ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    name = _library.function("ggml-base", "ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    description = _library.function(
+        "ggml-base", "ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p
+    )
     size_p = ctypes.POINTER(ctypes.c_size_t)
-    memory = _ggml("ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p)
+    memory = _library.function(
+        "ggml-base", "ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p
+    )
     result = []
-    for i in range(_ggml("ggml_backend_dev_count", ctypes.c_size_t)()):
+    for i in range(_library.function("ggml", "ggml_backend_dev_count", ctypes.c_size_t)()):
         device = get(i)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         memory(device, ctypes.byref(free), ctypes.byref(total))
