@@ -154,6 +154,31 @@ class Context:
     def seq_pos_max(self, seq_id: int = 0) -> int:
         return llama_cpp.llama_memory_seq_pos_max(self.memory, seq_id)
 
+    def save(self, seq_id: int | None = None) -> bytes:
+        """State of a sequence, or of the whole context; b"" if that is refused."""
+        if seq_id is None:
+            size = llama_cpp.llama_state_get_size(self.ptr)
+        else:
+            size = llama_cpp.llama_state_seq_get_size(self.ptr, seq_id)
+        data = (ctypes.c_uint8 * size)()
+        if seq_id is None:
+            n = llama_cpp.llama_state_get_data(self.ptr, data, size)
+        else:
+            n = llama_cpp.llama_state_seq_get_data(self.ptr, data, size, seq_id)
+        assert n == size
+        return bytes(data)
+
+    def load(self, state: bytes, seq_id: int | None = None) -> bool:
+        """Replace a sequence, or the whole context; False if that is refused."""
+        data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
+        if seq_id is None:
+            n = llama_cpp.llama_state_set_data(self.ptr, data, len(state))
+        else:
+            n = llama_cpp.llama_state_seq_set_data(self.ptr, data, len(state), seq_id)
+        for s in self.length:
+            self.length[s] = self.seq_pos_max(s) + 1
+        return n == len(state) > 0
+
     def stats(self, seq_id: int = 0) -> dict[str, int]:
         return _native.stats(self.ptr, seq_id)
 

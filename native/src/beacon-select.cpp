@@ -100,6 +100,23 @@ void beacon_query_rows::list(bool is_recent, std::vector<int32_t> & rows, std::v
     }
 }
 
+std::vector<int32_t> beacon_query_rows::save() const {
+    std::vector<int32_t> data = { stride };
+    data.insert(data.end(), track.begin(), track.end());
+    data.insert(data.end(), recent.begin(), recent.end());
+    return data;
+}
+
+bool beacon_query_rows::load(const std::vector<int32_t> & data) {
+    if (data.size() != 1 + 2 * (size_t) n || data[0] < stride_min) {
+        return false;
+    }
+    stride = data[0];
+    std::copy(data.begin() + 1, data.begin() + 1 + n, track.begin());
+    std::copy(data.begin() + 1 + n, data.end(), recent.begin());
+    return true;
+}
+
 //
 // sizes
 //

@@ -28,6 +28,10 @@ class beacon_query_rows {
     // rows in use in the order of their positions, and these positions
     void list(bool recent, std::vector<int32_t> & rows, std::vector<int32_t> & pos) const;
 
+    // all of it as numbers, and back: false if they are not what save returns for as many rows
+    std::vector<int32_t> save() const;
+    bool                 load(const std::vector<int32_t> & data);
+
   private:
     uint32_t n          = 0;
     int32_t  stride_min = 2;

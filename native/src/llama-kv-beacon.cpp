@@ -435,17 +435,25 @@ bool llama_kv_beacon::mem_prepare_seq_cp(const llama_memory_i * mem,
 }
 
 void llama_kv_beacon::copy_stream(uint32_t ssrc, uint32_t sdst) {
-    for (const auto & layer : layers) {
-        auto tensors = layer.history();
-        tensors.push_back(layer.q);
-        for (ggml_tensor * t : tensors) {
-            const size_t size = ggml_nbytes(t) / n_stream;
+    for (ggml_tensor * t : stream_tensors()) {
+        const size_t size = ggml_nbytes(t) / n_stream;
 
-            std::vector<uint8_t> data(size);
-            ggml_backend_tensor_get(t, data.data(), ssrc * size, size);
-            ggml_backend_tensor_set(t, data.data(), sdst * size, size);
+        std::vector<uint8_t> data(size);
+        ggml_backend_tensor_get(t, data.data(), ssrc * size, size);
+        ggml_backend_tensor_set(t, data.data(), sdst * size, size);
+    }
+    check_invariants(sdst);
+}
+
+std::vector<ggml_tensor *> llama_kv_beacon::stream_tensors() const {
+    std::vector<ggml_tensor *> tensors;
+    for (const auto & layer : layers) {
+        tensors.push_back(layer.q);
+        for (ggml_tensor * t : layer.history()) {
+            tensors.push_back(t);
         }
     }
+    return tensors;
 }
 
 bool llama_kv_beacon::refuse_shift(const char * func) const {
@@ -461,12 +469,38 @@ void llama_kv_beacon::memory_breakdown(std::map<ggml_backend_buffer_type_t, size
     }
 }
 
-void llama_kv_beacon::check_state_write(llama_seq_id seq_id) const {
-    for (uint32_t s = 0; s < n_stream; ++s) {
-        if ((seq_id < 0 || seq_id == (llama_seq_id) s) && streams[s].boundary > 0) {
-            throw std::runtime_error(beacon_fail("sequence %u was compacted: its state can't be saved", s));
+void llama_kv_beacon::check_invariants([[maybe_unused]] uint32_t s) const {
+#ifdef BEACONKV_CHECK
+    const auto & st    = streams[s];
+    const auto & table = kv->v_cells[s];
+
+    GGML_ASSERT(table.get_used() <= params.budget);
+    if (kv->hparams.n_pos_per_embd() > 1) {
+        return;  // patches of an image share a position
+    }
+
+    std::vector<int32_t> cells;
+    list_cells(s, cells);
+
+    const int32_t n_front = std::min<int32_t>(std::max(params.n_sink, st.n_pin), table.seq_pos_max(s) + 1);
+    for (const auto & layer : layers) {
+        for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
+            int32_t last = -1;
+            for (size_t j = 0; j < cells.size(); ++j) {
+                const int32_t pos = pos_true(s, layer, head, cells[j]);
+
+                GGML_ASSERT(table.seq_has(cells[j], s) && "no other sequence's cells");
+                GGML_ASSERT(pos > last && "each position once, in order");
+                if (st.boundary > 0) {
+                    GGML_ASSERT(((int32_t) j >= n_front || pos == (int32_t) j) && "sinks and pins stay");
+                    GGML_ASSERT((table.pos_get(cells[j]) >= st.boundary) == (pos >= st.boundary) &&
+                                "the boundary is true");
+                }
+                last = pos;
+            }
         }
     }
+#endif
 }
 
 //
@@ -584,6 +618,8 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     auto & cells = kv->v_cells[s];
 
     const llama_seq_id seq_id = s;
+
+    check_invariants(s);
 
     beacon_plan plan;
     plan.params = &params;
@@ -978,6 +1014,8 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     st.boundary = std::max(st.boundary, table[plan.n_keep - params.n_recent].first);
     st.n_compact++;
     st.n_evicted_total += n - plan.n_keep;
+
+    check_invariants(plan.stream);
 }
 
 void llama_kv_beacon::reserve(llama_context & lctx) {

@@ -12,6 +12,8 @@
 #include <vector>
 
 struct llama_cparams;
+class llama_io_read_i;
+class llama_io_write_i;
 
 // The bounded part of a llama_kv_cache: it owns the query rows and the beacons, and decides which cells stay.
 //
@@ -90,8 +92,12 @@ class llama_kv_beacon {
 
     void memory_breakdown(std::map<ggml_backend_buffer_type_t, size_t> & mb) const;
 
-    // throws if evicted cells would be saved as if nothing were missing
-    void check_state_write(llama_seq_id seq_id) const;
+    // one sequence, before the cache writes its part; read calls the cache. Throw (beacon-state.cpp).
+    void state_write(llama_io_write_i & io, llama_seq_id seq_id) const;
+    void state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags);
+
+    // throws if a loaded sequence is longer than the context
+    void check_loaded(llama_seq_id seq_id, uint32_t n_ctx_seq) const;
 
     // room for n_new more tokens per sequence is wanted at the next update
     void request(llama_seq_id seq_id, uint32_t n_new);
@@ -188,6 +194,12 @@ class llama_kv_beacon {
     static void reset_stream(stream_state & st);
 
     void get_stats(llama_seq_id seq_id, beacon_stats & stats) const;
+
+    // what a stream has in device memory besides K and V, [.., n_stream]
+    std::vector<ggml_tensor *> stream_tensors() const;
+
+    // debug builds (BEACONKV_CHECK): aborts where the table and the heads contradict what this file promises
+    void check_invariants(uint32_t s) const;
 
     // cells of stream s in the order of their positions
     void list_cells(uint32_t s, std::vector<int32_t> & cells) const;
