@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import llama_cpp
@@ -17,10 +17,12 @@ import numpy.typing as npt
 from llama_cpp import _internals
 
 from . import _native
+from ._chat import ChatView, extends, wants_usage, with_usage
 from ._log import error_log
 from ._native import BeaconError
 from .config import BeaconConfig, KVBudget, resolve_budget
 from .fit import F16, Cache, model_budget
+from .reasoning import check_format
 from .stats import KVStats
 
 #: What `type_k` and `type_v` may be: these names or their numbers in ggml.
@@ -89,6 +91,17 @@ class _Tokenizer(llama_cpp.LlamaTokenizer):
         begins = len(tokens) > 0 and tokens[0] == self._model.token_bos()
         return text[1:] if begins and text.startswith(b" ") else text
 
+    @contextlib.contextmanager
+    def showing(self, tokens: Iterable[int]) -> Iterator[None]:
+        """Special tokens among these have a text in this context, without `special` too."""
+        pieces = self._pieces[False]
+        hidden = {token: pieces[token] for token in tokens}
+        pieces.update((token, self._pieces[True][token]) for token in hidden)
+        try:
+            yield
+        finally:
+            pieces.update(hidden)
+
 
 class _TokenLimit:
     """Stopping criterion that ends a completion with its last token, in mid-character too.
@@ -131,6 +144,10 @@ class Llama(llama_cpp.Llama):
     type_k, type_v : int or str, optional
         Cache types, as ggml's number or name: "f16" (default), "bf16", "f32", "q8_0", "q5_1",
         "q5_0", "q4_1", "q4_0", "iq4_nl". A quantised `type_v` needs flash attention.
+    reasoning_format : str, default "auto"
+        What `create_chat_completion` does with a model's thinking: "auto" splits it from the answer
+        where the chat template tells how the model marks it, "deepseek" takes ``<think>`` where it
+        does not, and "none" leaves the text as llama_cpp does.
     **kwargs
         Everything else that ``llama_cpp.Llama`` takes. A budget switches `flash_attn` on, lowers
         `n_batch` to what fits beside the kept cells, and leaves sliding-window layers at the size
@@ -154,6 +171,7 @@ class Llama(llama_cpp.Llama):
 
     kv_budget: int | None = None
     beacon: BeaconConfig
+    reasoning_format: str
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     scores: npt.NDArray[np.single]
@@ -171,10 +189,12 @@ class Llama(llama_cpp.Llama):
         flash_attn: bool = False,
         type_k: int | str | None = None,
         type_v: int | str | None = None,
+        reasoning_format: str = "auto",
         verbose: bool = True,
         **kwargs: Any,
     ) -> None:
         _warn_unknown(kwargs)
+        self.reasoning_format = check_format(reasoning_format)
         if beacon is not None and not isinstance(beacon, BeaconConfig):
             raise TypeError(f"beacon must be a BeaconConfig, not {beacon!r}")
         self.beacon = beacon or BeaconConfig()
@@ -298,6 +318,78 @@ class Llama(llama_cpp.Llama):
                 chunk["choices"][0]["finish_reason"] = "length"
             yield chunk
 
+    @extends(llama_cpp.Llama.generate)
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
+        """As the parent's."""
+        tokens = list(tokens)
+        self._n_prompt_and_written = counts = [len(tokens), 0]
+        reply = None
+        with contextlib.closing(super().generate(tokens, *args, **kwargs)) as written:
+            while True:
+                try:
+                    token = written.send(reply)
+                except StopIteration:
+                    return
+                counts[1] += not llama_cpp.llama_vocab_is_eog(self._model.vocab, token)
+                reply = yield token
+
+    @extends(llama_cpp.Llama.create_completion)
+    def create_completion(
+        self, *args: Any, stream_options: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
+        """As the parent's.
+
+        Parameters
+        ----------
+        stream_options : dict, optional
+            ``{"include_usage": True}``: the last chunk of a stream has no `choices` and the `usage`
+            that a completion has which is no stream.
+        """
+        usage = wants_usage(stream_options)
+        result = super().create_completion(*args, **kwargs)
+        return with_usage(self, result) if usage and not isinstance(result, dict) else result
+
+    @extends(llama_cpp.Llama.create_chat_completion)
+    def create_chat_completion(
+        self,
+        *args: Any,
+        reasoning_format: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        stream_options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the parent's, with the model's thinking apart.
+
+        The message, or the delta of a chunk, has the thinking in ``reasoning_content`` and the
+        answer in ``content``, both without the tags. A text that ends in mid-thought is thinking
+        alone. Without any thinking both are as the parent's. A grammar, `response_format` and a
+        forced tool leave no room to think in, unless the grammar has the tags.
+
+        Parameters
+        ----------
+        reasoning_format : str, optional
+            For this call; see the constructor's.
+        chat_template_kwargs : dict, optional
+            More variables for the chat template, as ``{"enable_thinking": False}``.
+        stream_options : dict, optional
+            See `create_completion`.
+
+        Raises
+        ------
+        ValueError
+            `reasoning_format` is unknown, or `chat_template_kwargs` are for a handler without a
+            Jinja template, or name what the call itself sets.
+        """
+        usage = wants_usage(stream_options)
+        if reasoning_format is None:
+            reasoning_format = self.reasoning_format
+        view = ChatView(self, reasoning_format, chat_template_kwargs)
+        if view.form is None and not chat_template_kwargs:
+            result = super().create_chat_completion(*args, **kwargs)
+        else:
+            result = view.split(llama_cpp.Llama.create_chat_completion(view, *args, **kwargs))
+        return with_usage(self, result) if usage and not isinstance(result, dict) else result
+
     def kv_stats(self) -> KVStats:
         """What the cache holds now; works without a budget too."""
         stats = KVStats.of(self.ctx, 0)
@@ -401,7 +493,12 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kv_budget": self.kv_budget, "beacon": self.beacon}
+        return {
+            **super().__getstate__(),
+            "kv_budget": self.kv_budget,
+            "beacon": self.beacon,
+            "reasoning_format": self.reasoning_format,
+        }
 
 
 def cache_type(name: str, value: int | str | None) -> int | None:
