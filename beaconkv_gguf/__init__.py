@@ -13,9 +13,11 @@ _library.prepare()  # before llama_cpp is imported: it loads its library then
 with _library.guard_dll_directories():
     from llama_cpp import *
 
+from ._guard import Aborted as Aborted
 from ._native import BeaconError as BeaconError
 from .config import BeaconConfig as BeaconConfig
 from .llama import Llama as Llama
+from .states import LlamaState as LlamaState
 from .stats import KVStats as KVStats
 
 __version__ = "0.1.0"

@@ -101,9 +101,14 @@ def params(**values: Any) -> Any:
     return result
 
 
-def params_dict(params: Any) -> dict[str, Any]:
-    """Fields of a ``struct beacon_params *`` by name."""
-    return {name: getattr(params, name) for name, _ in ffi.typeof("struct beacon_params").fields}
+def as_dict(struct: Any) -> dict[str, Any]:
+    """Fields of what a pointer to a struct points at, by name."""
+    return {name: getattr(struct, name) for name, _ in ffi.typeof(struct).item.fields}
+
+
+def address(function: str) -> int:
+    """Address of a C function, to hand to ctypes."""
+    return int(ffi.cast("uintptr_t", ffi.addressof(lib, function)))
 
 
 def check_params(params: Any, n_ctx: int = 0) -> None:
@@ -140,14 +145,19 @@ def get_params(ctx: Any) -> dict[str, Any]:
     """Parameters of the context's budget by name."""
     result = ffi.new("struct beacon_params *")
     check(lib.beacon_get_params(context(ctx), result))
-    return params_dict(result)
+    return as_dict(result)
+
+
+def read_stats(ctx: Any, seq_id: int = -1) -> Any:
+    """A new ``struct beacon_stats *`` of one sequence (-1: all)."""
+    result = ffi.new("struct beacon_stats *")
+    check(lib.beacon_get_stats(context(ctx), seq_id, result))
+    return result
 
 
 def stats(ctx: Any, seq_id: int = -1) -> dict[str, int]:
     """``struct beacon_stats`` of one sequence (-1: all) by name; works without a budget too."""
-    result = ffi.new("struct beacon_stats *")
-    check(lib.beacon_get_stats(context(ctx), seq_id, result))
-    return {name: getattr(result, name) for name, _ in ffi.typeof("struct beacon_stats").fields}
+    return as_dict(read_stats(ctx, seq_id))
 
 
 def _array(read: Callable[[Any, Any], int], ctype: str, dtype: Any) -> npt.NDArray[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import os
 import sys
@@ -16,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import _internals
 
-from . import _native
+from . import _native, states
 from ._chat import ChatView, extends, wants_usage, with_usage
+from ._guard import Aborted, Guard
 from ._log import error_log
 from ._native import BeaconError
 from .config import BeaconConfig, KVBudget, resolve_budget
@@ -107,10 +107,12 @@ class _TokenLimit:
     """Stopping criterion that ends a completion with its last token, in mid-character too.
 
     The parent does not look at `max_tokens` while a UTF-8 character is incomplete: it writes up to
-    three tokens more, and past the end of the context that is an error.
+    three tokens more, and past the end of the context that is an error. An abort counts as well:
+    the parent takes the text so far only where a criterion says so.
     """
 
-    def __init__(self, max_tokens: int | None, n_ctx: int) -> None:
+    def __init__(self, max_tokens: int | None, n_ctx: int, guard: Guard) -> None:
+        self._guard = guard
         self.max_tokens = max_tokens if max_tokens and max_tokens > 0 else n_ctx
         self.n_ctx = n_ctx
         self.n_prompt: int | None = None
@@ -121,7 +123,7 @@ class _TokenLimit:
             self.n_prompt = len(input_ids)
         n_written = len(input_ids) - self.n_prompt
         self.reached |= n_written >= min(self.max_tokens, self.n_ctx - self.n_prompt)
-        return self.reached
+        return self.reached or self._guard.is_aborted
 
 
 class Llama(llama_cpp.Llama):
@@ -144,6 +146,11 @@ class Llama(llama_cpp.Llama):
     type_k, type_v : int or str, optional
         Cache types, as ggml's number or name: "f16" (default), "bf16", "f32", "q8_0", "q5_1",
         "q5_0", "q4_1", "q4_0", "iq4_nl". A quantised `type_v` needs flash attention.
+    snapshot_bytes : int, default 512 MiB
+        Host memory for the ends of prompts under a budget. A prompt that is too long to be pinned
+        can't be gone back to once its cells were evicted; its copy is put back instead of reading
+        it again, in the next turn of a chat whose thinking is stripped, or for another answer. A
+        copy is as large as the cells in use, the oldest go first. 0: none.
     reasoning_format : str, default "auto"
         What `create_chat_completion` does with a model's thinking: "auto" splits it from the answer
         where the chat template tells how the model marks it, "deepseek" takes ``<think>`` where it
@@ -172,6 +179,7 @@ class Llama(llama_cpp.Llama):
     kv_budget: int | None = None
     beacon: BeaconConfig
     reasoning_format: str
+    snapshot_bytes: int
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     scores: npt.NDArray[np.single]
@@ -189,11 +197,15 @@ class Llama(llama_cpp.Llama):
         flash_attn: bool = False,
         type_k: int | str | None = None,
         type_v: int | str | None = None,
+        snapshot_bytes: int = 512 << 20,
         reasoning_format: str = "auto",
         verbose: bool = True,
         **kwargs: Any,
     ) -> None:
         _warn_unknown(kwargs)
+        if snapshot_bytes < 0:
+            raise ValueError(f"snapshot_bytes must not be negative: {snapshot_bytes}")
+        self.snapshot_bytes = snapshot_bytes
         self.reasoning_format = check_format(reasoning_format)
         if beacon is not None and not isinstance(beacon, BeaconConfig):
             raise TypeError(f"beacon must be a BeaconConfig, not {beacon!r}")
@@ -268,6 +280,12 @@ class Llama(llama_cpp.Llama):
 
         if kwargs.get("tokenizer") is None:
             self.tokenizer_ = _Tokenizer(self)
+        self._guard = Guard(self.ctx)
+        vars(self._ctx)["decode"] = self._guard.decode  # no reference to self: del frees the model
+        self._snapshots = states.Snapshots(self.ctx, snapshot_bytes)
+        self._n_generations = 0
+        self._prompt: npt.NDArray[np.int32] | None = None  # while it is evaluated
+        self._n_reused = 0
         # The context rounds n_ctx up to a multiple of 256, and max_tokens is clamped to that.
         if self._n_ctx > len(self.input_ids):
             self.input_ids = np.empty(self._n_ctx, self.input_ids.dtype)
@@ -289,49 +307,125 @@ class Llama(llama_cpp.Llama):
         ------
         ValueError
             They do not fit into the logical context; nothing was evaluated.
+        Aborted
+            `abort` was called.
         RuntimeError
-            llama.cpp could not decode; the message has its error lines.
+            llama.cpp could not decode, and the message has its error lines; or another thread is
+            in a call.
         """
         n_total = self.n_tokens + len(tokens)
         if n_total > self._n_ctx:
             raise ValueError(f"Requested tokens ({n_total}) exceed context window of {self._n_ctx}")
-        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
-            tokens = [*self._input_ids.tolist(), *tokens]
-            self.n_tokens = 0
-        with error_log.collect() as errors:
+        with self._guard.use(), error_log.collect() as errors:
+            if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+                tokens = [*self._input_ids.tolist(), *tokens]
+                self.n_tokens = 0
+            n_reused = self.n_tokens
+            prompt, self._prompt = self._prompt, None
+            # What is evicted while a prompt is read depends on where its batches begin: not on
+            # how much of it was there already.
+            n_first = self.n_batch - self.n_tokens % self.n_batch if self.kv_budget else 0
             try:
-                super().eval(tokens)
+                super().eval(tokens[:n_first])
+                super().eval(tokens[n_first:])
+            except Aborted:
+                raise
             except RuntimeError as error:
                 if not errors:
                     raise
                 raise RuntimeError(
                     f"{error} at position {self.n_tokens}: " + "; ".join(errors)
                 ) from error
+            if prompt is not None:
+                self._n_reused = n_reused
+                self._keep_prompt(prompt)
+
+    @property
+    def _scores(self) -> npt.NDArray[np.single]:
+        """As the parent's, but that there is a last row before anything was evaluated."""
+        return self.scores[: max(1, self.n_tokens), :]
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """As the parent's. After `load_state` the last token is evaluated again first.
+
+        Raises
+        ------
+        RuntimeError
+            Nothing was evaluated, or another thread is in a call.
+        """
+        with self._guard.use():
+            if self.n_tokens == 0:
+                raise RuntimeError("there is nothing to sample from: no token was evaluated")
+            if self._requires_eval:  # the logits belong to another state
+                self.n_tokens -= 1
+                self.eval([int(self.input_ids[self.n_tokens])])
+            return super().sample(*args, **kwargs)
+
+    def reset(self) -> None:
+        with self._guard.use():
+            super().reset()
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        with self._guard.use():
+            return super().embed(*args, **kwargs)
+
+    def abort(self) -> None:
+        """Stop what this Llama does, from any thread.
+
+        It stops within one batch, while a prompt is read, between tokens and in a compaction; on a
+        CPU within a part of one. A completion ends with what was written and `finish_reason`
+        "abort", `generate` ends, `eval` raises `Aborted`. All can be called again. Where nothing is
+        at work, nothing happens.
+        """
+        self._guard.abort()
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        limit = _TokenLimit(kwargs["max_tokens"], self._n_ctx)
-        if self.draft_model is None:  # the parent counts drafted tokens as written
-            criteria = kwargs["stopping_criteria"] or ()
-            kwargs["stopping_criteria"] = llama_cpp.StoppingCriteriaList([*criteria, limit])
-        for chunk in super()._create_completion(*args, **kwargs):
-            if limit.reached and chunk["choices"][0]["finish_reason"] is not None:
-                chunk["choices"][0]["finish_reason"] = "length"
-            yield chunk
+        limit = _TokenLimit(kwargs["max_tokens"], self._n_ctx, self._guard)
+        if self.draft_model is not None:  # the parent counts drafted tokens as written
+            limit.max_tokens = self._n_ctx
+        criteria = kwargs["stopping_criteria"] or ()
+        kwargs["stopping_criteria"] = llama_cpp.StoppingCriteriaList([*criteria, limit])
+        chunks = super()._create_completion(*args, **kwargs)
+        with contextlib.closing(self._guard.steps(chunks)) as steps:
+            for chunk in steps:
+                choice = chunk["choices"][0]
+                if choice["finish_reason"] is not None and self._guard.is_aborted:
+                    choice["finish_reason"] = "abort"
+                elif choice["finish_reason"] is not None and limit.reached:
+                    choice["finish_reason"] = "length"
+                yield chunk
 
     @extends(llama_cpp.Llama.generate)
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """As the parent's."""
+        """As the parent's. What the cache holds of the prompt is not read again, see `kv_stats`.
+
+        Raises
+        ------
+        RuntimeError
+            Another thread is in a call, or another completion was started meanwhile.
+        """
         tokens = list(tokens)
-        self._n_prompt_and_written = counts = [len(tokens), 0]
+        written = super().generate(tokens, *args, **kwargs)
+        with self._guard.use():
+            self._n_generations += 1
+            generation = self._n_generations
+            self._n_prompt_and_written = counts = [len(tokens), 0]
+            self._prompt = np.array(tokens, np.int32)
+            if self._resets(args, kwargs):
+                self._rewind(self._prompt)
         reply = None
-        with contextlib.closing(super().generate(tokens, *args, **kwargs)) as written:
+        with contextlib.closing(self._guard.steps(written, resumes=True)) as steps:
             while True:
                 try:
-                    token = written.send(reply)
-                except StopIteration:
+                    token = steps.send(reply)
+                except (StopIteration, Aborted):
                     return
                 counts[1] += not llama_cpp.llama_vocab_is_eog(self._model.vocab, token)
                 reply = yield token
+                if generation != self._n_generations:
+                    raise RuntimeError(
+                        "this completion can't go on: another one was started on the same Llama"
+                    )
 
     @extends(llama_cpp.Llama.create_completion)
     def create_completion(
@@ -391,12 +485,16 @@ class Llama(llama_cpp.Llama):
         return with_usage(self, result) if usage and not isinstance(result, dict) else result
 
     def kv_stats(self) -> KVStats:
-        """What the cache holds now; works without a budget too."""
-        stats = KVStats.of(self.ctx, 0)
-        if stats.budget == 0 and self._ctx.memory is not None:  # a full cache holds all it has seen
-            n_held = llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, 0) + 1
-            stats = dataclasses.replace(stats, n_logical=n_held, n_held=n_held)
-        return stats
+        """What the cache holds now; works without a budget too.
+
+        Any thread may ask at any time: while another one is in a call, it is told how things stood
+        after the last batch.
+        """
+        return KVStats(
+            **self._guard.stats(),
+            n_reused=self._n_reused,
+            bytes_snapshots=self._snapshots.n_bytes,
+        )
 
     def kv_positions(self, layer: int, head: int) -> npt.NDArray[np.int32]:
         """Positions that one KV head holds.
@@ -420,7 +518,8 @@ class Llama(llama_cpp.Llama):
         BeaconError
             There is no budget.
         """
-        return _native.positions(self.ctx, 0, layer, head)
+        with self._guard.use():
+            return _native.positions(self.ctx, 0, layer, head)
 
     def pin(self, n_tokens: int) -> None:
         """Keep the first `n_tokens` positions from now on: no compaction evicts them.
@@ -439,52 +538,149 @@ class Llama(llama_cpp.Llama):
         """
         if n_tokens < 0:
             raise ValueError(f"n_tokens must not be negative: {n_tokens}")
-        _native.pin(self.ctx, 0, n_tokens)
+        with self._guard.use():
+            _native.pin(self.ctx, 0, n_tokens)
 
     @property
     def boundary(self) -> int:
         """First position from which every head holds every token; 0 if nothing was evicted."""
-        return max(0, _native.boundary(self.ctx, 0))
+        with self._guard.use():
+            return max(0, _native.boundary(self.ctx, 0))
 
-    def save_state(self) -> llama_cpp.LlamaState:
-        """As the parent's, for a sequence of which nothing was evicted.
-
-        Raises
-        ------
-        BeaconError
-            Tokens were evicted: what is left can't be told from the whole by a saved state.
-        """
-        if self.kv_budget is not None and self.boundary > 0:
-            raise BeaconError(
-                f"the state can't be saved: {self.kv_stats().n_evicted} of {self.n_tokens} tokens "
-                "were evicted from the KV cache"
-            )
-        return super().save_state()
-
-    def set_cache(self, cache: Any) -> None:
-        """As the parent's, without a budget.
+    def save_state(self) -> states.LlamaState:
+        """The context as it is; `load_state` goes on from it with the same tokens and evictions.
 
         Raises
         ------
         BeaconError
-            There is a budget: a cache saves the state after each completion, and the state of a
-            compacted sequence can't be saved.
+            llama.cpp could not write it.
         """
-        if cache is not None and self.kv_budget is not None:
-            raise BeaconError(
-                "a cache of saved states can't be used with a KV budget; the prompt's longest "
-                "common prefix is reused without one"
+        with self._guard.use():
+            blob = states.get_context(self.ctx)
+            return states.LlamaState(
+                input_ids=self._input_ids.copy(),
+                # without logits_all llama_cpp leaves them empty
+                scores=self._scores[: self.n_tokens if self._logits_all else 0].copy(),
+                n_tokens=self.n_tokens,
+                llama_state=blob,
+                llama_state_size=len(blob),
+                seed=self._seed,
             )
-        super().set_cache(cache)
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Go on from what `save_state` returned, here or in another process.
+
+        Parameters
+        ----------
+        state : LlamaState
+            Of the same model, cache types, budget and `BeaconConfig`; one of llama_cpp's own class
+            too if nothing was evicted.
+
+        Raises
+        ------
+        ValueError
+            The state is damaged, or longer than `n_ctx`.
+        BeaconError
+            It is of another model, cache type, budget or parameter; the message names it. Nothing
+            has changed then. (Without a budget llama.cpp finds that out too late: the context is
+            empty.)
+        """
+        if isinstance(state, states.LlamaState):
+            state.check()
+        if state.n_tokens > self._n_ctx:
+            raise ValueError(f"the saved state has {state.n_tokens} tokens, n_ctx is {self._n_ctx}")
+        with self._guard.use(), error_log.collect() as errors:
+            if not states.set_context(self.ctx, state.llama_state):
+                if self.kv_budget is None:
+                    self.reset()
+                refusal = _native.last_error() if self.kv_budget is not None else ""
+                reasons = [line for line in errors if not refusal or refusal not in line]
+                raise BeaconError("; ".join(["the state can't be loaded", *reasons, refusal]))
+            self._n_generations += 1  # whoever was writing can't go on
+            self.n_tokens = state.n_tokens
+            self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
+            if self._logits_all:
+                n_scores = min(len(state.scores), state.n_tokens)
+                self.scores[:n_scores] = state.scores[:n_scores]
+                self.scores[n_scores:] = 0.0
+            self._seed = state.seed
+            self._requires_eval = True
+
+    def save_state_file(self, path: str | os.PathLike[str]) -> None:
+        """`save_state` into a file, which is replaced as a whole or not at all.
+
+        Raises
+        ------
+        OSError
+            It could not be written.
+        """
+        states.write(path, self.save_state())
+
+    def load_state_file(self, path: str | os.PathLike[str]) -> None:
+        """`load_state` from what `save_state_file` wrote.
+
+        Raises
+        ------
+        OSError, ValueError
+            It can't be read, or is no complete state.
+        BeaconError
+            As `load_state`.
+        """
+        self.load_state(states.read(path))
+
+    def _resets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The argument `reset` of `generate`."""
+        bound = inspect.signature(llama_cpp.Llama.generate).bind(self, [], *args, **kwargs)
+        return bool(bound.arguments.get("reset", True))
+
+    def _rewind(self, prompt: npt.NDArray[np.int32]) -> None:
+        """Go back to where most of the prompt need not be read again.
+
+        The parent goes back to the longest common prefix or to the beginning. In between there is
+        the end of what is pinned, and there are the snapshots.
+        """
+        if self.kv_budget is None or len(prompt) == 0:
+            return
+        n = states.common_prefix(self._input_ids, prompt)
+        if n == len(prompt) == self.n_tokens and not self._requires_eval:
+            return
+        n = min(n, len(prompt) - 1)  # the last one makes the logits
+        if not _native.can_seq_rm(self.ctx, 0, n, -1):
+            n = min(n, self._guard.stats()["n_pinned"])
+        if n <= self.beacon.n_sink:  # a few tokens that every prompt begins with
+            n = 0
+        n_saved, snapshot = self._snapshots.best(prompt[:-1])
+        if snapshot is not None and n_saved > n and self._snapshots.restore(snapshot):
+            self.n_tokens = len(snapshot.tokens)
+            self.input_ids[: self.n_tokens] = snapshot.tokens
+            self._requires_eval = True
+            n = n_saved
+        if n < self.n_tokens and self._ctx.kv_cache_seq_rm(-1, n, -1):
+            self.n_tokens = n
+            self._requires_eval = True
+
+    def _keep_prompt(self, prompt: npt.NDArray[np.int32]) -> None:
+        """A prompt was evaluated: take a snapshot if no pin will bring it back."""
+        is_all = len(prompt) == self.n_tokens
+        if self.kv_budget and is_all and len(prompt) > self.beacon.pin_share * self.kv_budget:
+            self._snapshots.take(prompt)
 
     def close(self) -> None:
-        """Free the model and its cache. A second call does nothing; any other use then raises."""
+        """Free the model and its cache. A second call does nothing; any other use then raises.
+
+        What another thread is in is aborted first.
+        """
         stack = getattr(self, "_stack", None)
         if stack is None:
             return
-        stack.close()
-        closed: Any = _Closed()
-        self._ctx = self._model = self._batch = self.tokenizer_ = closed
+        guard = getattr(self, "_guard", None)
+        if isinstance(guard, _Closed):
+            return
+        with guard.last_use() if guard else contextlib.nullcontext():
+            stack.close()
+            closed: Any = _Closed()
+            self._ctx = self._model = self._batch = self.tokenizer_ = closed
+            self._guard = self._snapshots = closed
 
     def __enter__(self) -> Llama:
         return self
@@ -498,6 +694,7 @@ class Llama(llama_cpp.Llama):
             "kv_budget": self.kv_budget,
             "beacon": self.beacon,
             "reasoning_format": self.reasoning_format,
+            "snapshot_bytes": self.snapshot_bytes,
         }
 
 

@@ -52,6 +52,10 @@ class KVStats:
         K and V of the same layers in a cache of `n_ctx_seq` cells.
     us_compact, us_score, us_select, us_move : int
         Microseconds in compactions, and in their three parts.
+    n_reused : int
+        Tokens of the last prompt that were not read again (`Llama` alone).
+    bytes_snapshots : int
+        Host memory in use for the ends of prompts (`Llama` alone).
     """
 
     budget: int
@@ -76,6 +80,8 @@ class KVStats:
     us_score: int
     us_select: int
     us_move: int
+    n_reused: int = 0
+    bytes_snapshots: int = 0
 
     @classmethod
     def of(cls, ctx: Any, seq_id: int = -1) -> KVStats:

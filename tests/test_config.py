@@ -13,7 +13,7 @@ from beaconkv_gguf.config import POLICIES, auto_budget, min_budget, resolve_budg
 
 
 def test_defaults_are_the_library_s() -> None:
-    native = _native.params_dict(_native.params())
+    native = _native.as_dict(_native.params())
     assert native.pop("budget") == 0
     native["policy"] = _native.policies()[native["policy"]]
     assert dataclasses.asdict(BeaconConfig()) == native
@@ -34,7 +34,7 @@ def test_a_policy_is_taken_by_name() -> None:
 
 def test_config_is_frozen_and_reaches_the_library() -> None:
     config = BeaconConfig(window=64, n_sink=2, beacon_share=0.25)
-    params = _native.params_dict(config.params(budget=1280))
+    params = _native.as_dict(config.params(budget=1280))
     assert (params["budget"], params["window"], params["n_sink"]) == (1280, 64, 2)
     assert params["beacon_share"] == 0.25
     with pytest.raises(dataclasses.FrozenInstanceError):

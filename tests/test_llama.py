@@ -18,7 +18,6 @@ from beaconkv_gguf import (
     BeaconConfig,
     BeaconError,
     Llama,
-    LlamaRAMCache,
     LlamaTokenizer,
     LogitsProcessorList,
     llama_cpp,
@@ -446,18 +445,3 @@ def test_memory_returns_after_close(model_path: Path) -> None:
     first = [once() for _ in range(3)][-1]
     last = [once() for _ in range(10)][-1]
     assert last < first + 16 * 1024 * 1024
-
-
-def test_a_compacted_state_is_not_saved_as_if_it_were_whole(model_path: Path) -> None:
-    with load(model_path, kv_budget=BUDGET) as llm:
-        llm.eval([i % 200 + 3 for i in range(100)])
-        state = llm.save_state()
-        llm.eval([i % 200 + 3 for i in range(400)])
-        n_evicted = llm.kv_stats().n_evicted
-        assert n_evicted >= 500 - BUDGET
-        with pytest.raises(BeaconError, match=f"{n_evicted} of 500 tokens were evicted"):
-            llm.save_state()
-        llm.load_state(state)
-        assert llm.kv_stats().n_evicted == 0
-        with pytest.raises(BeaconError, match="can't be used with a KV budget"):
-            llm.set_cache(LlamaRAMCache())

@@ -59,9 +59,10 @@ def test_example_infill(smollm2_path: Path) -> None:
 def test_every_public_name_is_there() -> None:
     names = {name for name in vars(parent) if not name.startswith("_")}
     assert names <= set(vars(llama_cpp))
-    ours = {"Llama", "llama"}
+    ours = {"Llama", "LlamaState", "llama"}
     assert all(getattr(llama_cpp, name) is getattr(parent, name) for name in names - ours)
     assert issubclass(llama_cpp.Llama, parent.Llama)
+    assert issubclass(llama_cpp.LlamaState, parent.LlamaState)
 
 
 def test_star_import_and_submodules() -> None:

@@ -143,6 +143,10 @@ BEACON_API int32_t beacon_boundary(const struct llama_context * ctx, int32_t seq
 // Would llama_memory_seq_rm(seq_id, p0, p1) succeed? (Recurrent layers with rollback snapshots answer for themselves.) p0 < 0: from 0; p1 < 0: to the end.
 BEACON_API bool beacon_can_seq_rm(const struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1);
 
+// A ggml_abort_callback for llama_set_abort_callback: whether the bool at flag is set. Any thread may set it; decode
+// then returns 2, a compaction at work leaves the cells as they were.
+BEACON_API bool beacon_is_raised(void * flag);
+
 // Keep the intermediate results of the last compaction of each layer, for tests and pictures. Slow; off by default.
 BEACON_API int beacon_set_trace(struct llama_context * ctx, bool on);
 

@@ -9,6 +9,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdarg>
 #include <cstdio>
@@ -156,6 +157,7 @@ int beacon_make_room(llama_context & lctx, const llama_batch_allocr & balloc) {
             return 1;
         }
         n_new[s] = is_exact ? balloc.seq_pos_max(s) - balloc.seq_pos_min(s) + 1 : balloc.get_n_tokens();
+        beacon->begin_batch(s, n_new[s], balloc.seq_pos_min(s));
     }
 
     const auto fits = [&](uint32_t s) {
@@ -433,6 +435,11 @@ int32_t beacon_boundary(const llama_context * ctx, int32_t seq_id) {
 
 bool beacon_can_seq_rm(const llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1) {
     return ctx && llama_kv_beacon::mem_can_seq_rm(ctx->get_memory(), seq_id, p0, p1);
+}
+
+bool beacon_is_raised(void * flag) {
+    static_assert(sizeof(std::atomic<bool>) == sizeof(bool));
+    return flag && static_cast<std::atomic<bool> *>(flag)->load(std::memory_order_relaxed);
 }
 
 int beacon_set_trace(llama_context * ctx, bool on) {

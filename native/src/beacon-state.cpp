@@ -388,7 +388,6 @@ void llama_kv_beacon::state_write(llama_io_write_i & io, llama_seq_id seq_id) co
     put<uint8_t>(io, st.has_beacons);
     put<uint8_t>(io, st.has_empty);
     put<uint8_t>(io, st.prompt_open);
-    put(io, st.n_tracked);
     put(io, st.n_pin);
     put(io, st.boundary);
     put(io, st.n_compact);
@@ -426,7 +425,6 @@ void llama_kv_beacon::state_read(llama_io_read_i & io, llama_seq_id seq_id, llam
     st.has_beacons      = get<uint8_t>(io);
     st.has_empty        = get<uint8_t>(io);
     st.prompt_open      = get<uint8_t>(io);
-    st.n_tracked        = get<uint32_t>(io);
     st.n_pin            = get<uint32_t>(io);
     st.boundary         = get<llama_pos>(io);
     st.n_compact        = get<uint64_t>(io);
@@ -441,8 +439,8 @@ void llama_kv_beacon::state_read(llama_io_read_i & io, llama_seq_id seq_id, llam
         return data.size() == (st.boundary > 0 ? pos_stride : 0) || data.size() == pos_stride;
     };
     const bool is_sane =
-        has_rows && src < n_stream && head <= kv->v_cells[s].size() && st.n_tracked <= layers.size() &&
-        st.boundary >= 0 && has_size(st.carried) && has_size(st.twin) && has_size(st.pos) &&
+        has_rows && src < n_stream && head <= kv->v_cells[s].size() && st.boundary >= 0 && has_size(st.carried) &&
+        has_size(st.twin) && has_size(st.pos) &&
         std::all_of(st.twin.begin(), st.twin.end(), [&](int32_t t) { return t >= -1 && t < (int32_t) params.budget; });
     if (!is_sane) {
         throw std::runtime_error("the saved state is damaged: its parts contradict each other");

@@ -224,25 +224,8 @@ void llama_kv_beacon::build_store_q(ggml_context *     ctx,
 void llama_kv_beacon::set_input_q_idxs(ggml_tensor * dst, const llama_ubatch * ubatch) {
     const uint32_t n_rows = 2 * params.n_probe + 1;  // per stream
 
-    // tokens of each stream in this ubatch
-    std::vector<uint32_t> n_tokens(n_stream, 0);
     for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
-        n_tokens[kv->seq_to_stream[ubatch->seq_id[i][0]]]++;
-    }
-
-    // a prompt has ended when a single token follows a batch: pin it if it is small
-    for (uint32_t i = 0; i < ubatch->n_tokens; ++i) {
-        const uint32_t s  = kv->seq_to_stream[ubatch->seq_id[i][0]];
-        auto &         st = streams[s];
-
-        const uint32_t n      = n_tokens[s];
-        const uint32_t n_used = kv->v_cells[s].get_used() - 1;  // before this token
-        if (n == 1 && st.prompt_open && st.boundary == 0 && n_used <= params.budget * params.pin_share) {
-            st.n_pin = std::max<uint32_t>(st.n_pin, ubatch->pos[i]);
-        }
-        st.prompt_open = n > 1;
-
-        st.rows.push(ubatch->pos[i]);
+        streams[kv->seq_to_stream[ubatch->seq_id[i][0]]].rows.push(ubatch->pos[i]);
     }
 
     // a row that is taken twice in one ubatch belongs to the later token, the earlier one is scrapped
@@ -276,7 +259,6 @@ void llama_kv_beacon::reset_stream(stream_state & st) {
     st.rows.reset();
     st.has_beacons = false;
     st.has_empty   = false;
-    st.n_tracked   = 0;
     st.n_pin       = 0;
     st.boundary    = 0;
     st.prompt_open = true;
@@ -507,6 +489,16 @@ void llama_kv_beacon::check_invariants([[maybe_unused]] uint32_t s) const {
 // compaction
 //
 
+void llama_kv_beacon::begin_batch(llama_seq_id seq_id, uint32_t n_new, llama_pos pos) {
+    auto & st = streams[stream_of(seq_id)];
+
+    // a prompt has ended when a single token follows a batch: pin it if it is small
+    if (n_new == 1 && st.prompt_open && st.boundary == 0 && used(seq_id) <= params.budget * params.pin_share) {
+        st.n_pin = std::max<uint32_t>(st.n_pin, pos);
+    }
+    st.prompt_open = n_new > 1;
+}
+
 void llama_kv_beacon::request(llama_seq_id seq_id, uint32_t n_new) {
     streams[stream_of(seq_id)].n_new_requested = n_new;
 }
@@ -656,7 +648,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     st.rows.list(false, plan.track_rows, plan.track_pos);
     st.rows.list(true, plan.recent_rows, plan.recent_pos);
 
-    if (!st.has_beacons && st.n_tracked == 0 && (plan.track_rows.empty() || plan.parts & BEACON_PART_EXPECTED)) {
+    if (!st.has_beacons && (plan.track_rows.empty() || plan.parts & BEACON_PART_EXPECTED)) {
         zero_beacons(s);  // another sequence's may be there
     }
 
@@ -671,12 +663,21 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         }
     }
     plan.twin.resize(layers.size());
-    list_newer(plan, st.n_round++);
+    list_newer(plan, st.n_round);
     if (trace_on) {
         trace.clear();
     }
 
     const int64_t t0 = ggml_time_us();
+
+    // a score graph that stops half-way has folded the sample into some of the centroids
+    const bool had_empty = st.has_empty;
+    const auto history   = read_history(s);
+    const auto undo      = [&]() {
+        write_history(s, history);
+        st.has_empty = had_empty;
+        return false;
+    };
 
     int64_t t_select = 0;
 
@@ -688,22 +689,21 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
 
         // the first centroids come from the host
-        if (plan.parts & BEACON_PART_BEACONS && !st.has_beacons && plan.i0 >= st.n_tracked &&
-            !plan.track_rows.empty()) {
+        const bool is_first = plan.parts & BEACON_PART_BEACONS && !st.has_beacons && !plan.track_rows.empty();
+        if (is_first) {
             plan.init_only = true;
 
             graph_run run(lctx);
             status = run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score");
             if (status != GGML_STATUS_SUCCESS) {
-                return false;
+                return undo();
             }
             for (uint32_t i = plan.i0; i < plan.i1; ++i) {
                 init_beacons(s, layers[i], read_f32(scores[i].q_pre), plan.track_rows.size());
             }
-            st.n_tracked = plan.i1;
         }
         plan.init_only  = false;
-        plan.track      = plan.i0 >= st.n_tracked;
+        plan.track      = !is_first;
         plan.mask_empty = st.has_empty || (plan.track_rows.empty() && !st.has_beacons);
 
         if (trace_on) {
@@ -715,9 +715,8 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         auto * gf = beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores);
         status    = ggml_graph_n_nodes(gf) > 0 ? run.compute(gf, "score") : GGML_STATUS_SUCCESS;
         if (status != GGML_STATUS_SUCCESS) {
-            return false;
+            return undo();
         }
-        st.n_tracked = plan.i1;
 
         const int64_t t1 = ggml_time_us();
         for (uint32_t i = plan.i0; i < plan.i1; ++i) {
@@ -727,7 +726,6 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     }
     // the sample is part of the centroids now
     st.has_beacons = st.has_beacons || !plan.track_rows.empty();
-    st.n_tracked   = 0;
     st.rows.reset_track();
 
     const int64_t t2 = ggml_time_us();
@@ -778,6 +776,27 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
                     plan.now, st.boundary);
 
     return true;
+}
+
+std::vector<uint8_t> llama_kv_beacon::read_history(uint32_t s) const {
+    std::vector<uint8_t> data;
+    for (const auto & layer : layers) {
+        for (const ggml_tensor * t : layer.history()) {
+            data.resize(data.size() + t->nb[3]);
+            ggml_backend_tensor_get(t, data.data() + data.size() - t->nb[3], s * t->nb[3], t->nb[3]);
+        }
+    }
+    return data;
+}
+
+void llama_kv_beacon::write_history(uint32_t s, const std::vector<uint8_t> & data) const {
+    const uint8_t * src = data.data();
+    for (const auto & layer : layers) {
+        for (ggml_tensor * t : layer.history()) {
+            ggml_backend_tensor_set(t, src, s * t->nb[3], t->nb[3]);
+            src += t->nb[3];
+        }
+    }
 }
 
 void llama_kv_beacon::zero_beacons(uint32_t s) {
@@ -1012,6 +1031,7 @@ void llama_kv_beacon::commit(const beacon_plan & plan) {
     st.twin     = std::move(twin);
     st.pos_seen = plan.now;
     st.boundary = std::max(st.boundary, table[plan.n_keep - params.n_recent].first);
+    st.n_round++;
     st.n_compact++;
     st.n_evicted_total += n - plan.n_keep;
 
@@ -1145,6 +1165,10 @@ void llama_kv_beacon::get_memory_stats(const llama_memory_i * mem, beacon_stats 
     if (mem) {
         for (const auto & [buft, size] : mem->memory_breakdown()) {
             bytes_all += size;
+        }
+        if (!find(mem) && seq_id >= 0) {  // all that was seen is held
+            stats.n_logical = mem->seq_pos_max(seq_id) + 1;
+            stats.n_held    = stats.n_logical;
         }
     }
     if (cache) {

@@ -99,6 +99,9 @@ class llama_kv_beacon {
     // throws if a loaded sequence is longer than the context
     void check_loaded(llama_seq_id seq_id, uint32_t n_ctx_seq) const;
 
+    // n_new tokens of the sequence come, from position pos on
+    void begin_batch(llama_seq_id seq_id, uint32_t n_new, llama_pos pos);
+
     // room for n_new more tokens per sequence is wanted at the next update
     void request(llama_seq_id seq_id, uint32_t n_new);
     bool is_requested() const;
@@ -140,14 +143,13 @@ class llama_kv_beacon {
     struct stream_state {
         beacon_query_rows rows;
 
-        bool     has_beacons = false;  // the centroids are initialised
-        bool     has_empty   = false;  // some of them were left without a query
-        uint32_t n_tracked   = 0;      // layers that the current sample is folded into already
+        bool has_beacons = false;  // the centroids are initialised
+        bool has_empty   = false;  // some of them were left without a query
 
-        uint32_t  n_pin    = 0;        // first positions that stay
-        llama_pos boundary = 0;        // from here on every head holds every token; 0: nothing was evicted
+        uint32_t  n_pin    = 0;    // first positions that stay
+        llama_pos boundary = 0;    // from here on every head holds every token; 0: nothing was evicted
 
-        bool prompt_open = true;       // no single token was decoded since the last batch
+        bool prompt_open = true;   // no single token was decoded since the last batch
 
         uint32_t n_new_requested = 0;
 
@@ -207,6 +209,10 @@ class llama_kv_beacon {
     int32_t pos_true(uint32_t s, const beacon_layer & layer, uint32_t head, uint32_t cell) const;
 
     bool compact_stream(llama_context & lctx, uint32_t s);
+
+    // centroids of a stream, of all layers
+    std::vector<uint8_t> read_history(uint32_t s) const;
+    void                 write_history(uint32_t s, const std::vector<uint8_t> & data) const;
 
     void zero_beacons(uint32_t s);
 
