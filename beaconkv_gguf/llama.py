@@ -317,7 +317,8 @@ class Llama(llama_cpp.Llama):
         if n_total > self._n_ctx:
             raise ValueError(f"Requested tokens ({n_total}) exceed context window of {self._n_ctx}")
         with self._guard.use(), error_log.collect() as errors:
-            if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+            is_there = self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+            if not is_there or self._is_lost():
                 tokens = [*self._input_ids.tolist(), *tokens]
                 self.n_tokens = 0
             n_reused = self.n_tokens
@@ -339,6 +340,12 @@ class Llama(llama_cpp.Llama):
             if prompt is not None:
                 self._n_reused = n_reused
                 self._keep_prompt(prompt)
+
+    def _is_lost(self) -> bool:
+        """Whether a failure in the midst of a compaction emptied the cache."""
+        if self.kv_budget is None:
+            return False
+        return llama_cpp.llama_memory_seq_pos_max(self._ctx.memory, 0) + 1 < self.n_tokens
 
     @property
     def _scores(self) -> npt.NDArray[np.single]:

@@ -176,12 +176,7 @@ int beacon_make_room(llama_context & lctx, const llama_batch_allocr & balloc) {
     lctx.memory_update(true);
     beacon->cancel();
 
-    for (uint32_t s = 0; s < n_seq; ++s) {
-        if (!fits(s)) {
-            return beacon->get_failure();
-        }
-    }
-    return 0;
+    return beacon->get_failure();
 }
 
 //

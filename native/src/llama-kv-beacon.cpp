@@ -527,10 +527,14 @@ bool llama_kv_beacon::compact(llama_context & lctx) {
     }
     cancel();
 
+    has_failed = !res;
     return res;
 }
 
 int llama_kv_beacon::get_failure() const {
+    if (!has_failed) {
+        return 0;
+    }
     switch (status) {
         case GGML_STATUS_ABORTED:
             return 2;

@@ -110,7 +110,7 @@ class llama_kv_beacon {
     // compact every stream that room was requested for; false: a stream has no room, get_failure() says why
     bool compact(llama_context & lctx);
 
-    // what decode shall return after a compaction that made no room
+    // what decode shall return after a compaction; 0: it went well
     int get_failure() const;
 
     //
@@ -182,7 +182,8 @@ class llama_kv_beacon {
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 
-    ggml_status status = GGML_STATUS_SUCCESS;  // of the last compaction's graphs
+    ggml_status status     = GGML_STATUS_SUCCESS;  // of the last compaction's graphs
+    bool        has_failed = false;
 
     int64_t us_score  = 0;
     int64_t us_select = 0;
