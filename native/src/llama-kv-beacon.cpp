@@ -24,9 +24,12 @@ std::unique_ptr<llama_kv_beacon> llama_kv_beacon::create(bool                   
                                                          const char *           name_tag) {
     const beacon_params * pending = beacon_pending_params();
 
-    // a cache with a tag mirrors another one's cells: beacon_reserve refuses its model
-    if (!pending || swa_type != LLAMA_SWA_TYPE_NONE || name_tag[0] != '\0') {
+    if (!pending || swa_type != LLAMA_SWA_TYPE_NONE) {
         return nullptr;
+    }
+    if (name_tag[0] != '\0') {  // an indexer's
+        throw std::runtime_error(
+            beacon_fail("this model can't live in a KV budget: its memory has caches that mirror each other's cells"));
     }
     if (other) {
         throw std::runtime_error(beacon_fail("a KV budget can't be set for a cache that shares another one's cells"));
