@@ -445,3 +445,16 @@ def test_memory_returns_after_close(model_path: Path) -> None:
     first = [once() for _ in range(3)][-1]
     last = [once() for _ in range(10)][-1]
     assert last < first + 16 * 1024 * 1024
+
+
+def test_memory_is_flat_over_20000_tokens(model_path: Path) -> None:
+    tokens = [i * 7 % 200 + 3 for i in range(200)]
+    with load(model_path, n_ctx=32768, kv_budget=BUDGET) as llm:
+        llm.eval(tokens * 10)
+        before = psutil.Process().memory_info().rss
+        for _ in range(90):
+            llm.eval(tokens[:180])
+            for token in tokens[180:]:
+                llm.eval([token])
+        assert llm.n_tokens == 20_000 and llm.kv_stats().n_held <= BUDGET
+        assert psutil.Process().memory_info().rss < before + 4 * 1024 * 1024

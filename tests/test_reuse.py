@@ -256,6 +256,15 @@ def test_restored_then_sampled_equals_never_saved(kv_budget: int | None, model_p
         assert future(other) == expected
 
 
+def test_what_is_restored_is_what_the_next_call_reuses(model_path: Path, tmp_path: Path) -> None:
+    with load(model_path) as llm:
+        full(llm).save_state_file(tmp_path / "state")
+    with load(model_path) as llm:
+        llm.load_state_file(tmp_path / "state")
+        write(llm, random_tokens(700) + random_tokens(20, seed=1), 5)
+        assert llm.kv_stats().n_reused == 700
+
+
 def test_sampling_from_nothing_is_an_error(llm: Llama) -> None:
     with pytest.raises(RuntimeError, match="no token was evaluated"):
         llm.sample()
