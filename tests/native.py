@@ -154,27 +154,27 @@ class Context:
     def seq_pos_max(self, seq_id: int = 0) -> int:
         return llama_cpp.llama_memory_seq_pos_max(self.memory, seq_id)
 
-    def save(self, seq_id: int | None = None) -> bytes:
+    def save(self, seq_id: int | None = None, flags: int = 0) -> bytes:
         """State of a sequence, or of the whole context; b"" if that is refused."""
         if seq_id is None:
             size = llama_cpp.llama_state_get_size(self.ptr)
         else:
-            size = llama_cpp.llama_state_seq_get_size(self.ptr, seq_id)
+            size = llama_cpp.llama_state_seq_get_size_ext(self.ptr, seq_id, flags)
         data = (ctypes.c_uint8 * size)()
         if seq_id is None:
             n = llama_cpp.llama_state_get_data(self.ptr, data, size)
         else:
-            n = llama_cpp.llama_state_seq_get_data(self.ptr, data, size, seq_id)
+            n = llama_cpp.llama_state_seq_get_data_ext(self.ptr, data, size, seq_id, flags)
         assert n == size
         return bytes(data)
 
-    def load(self, state: bytes, seq_id: int | None = None) -> bool:
+    def load(self, state: bytes, seq_id: int | None = None, flags: int = 0) -> bool:
         """Replace a sequence, or the whole context; False if that is refused."""
         data = (ctypes.c_uint8 * len(state)).from_buffer_copy(state)
         if seq_id is None:
             n = llama_cpp.llama_state_set_data(self.ptr, data, len(state))
         else:
-            n = llama_cpp.llama_state_seq_set_data(self.ptr, data, len(state), seq_id)
+            n = llama_cpp.llama_state_seq_set_data_ext(self.ptr, data, len(state), seq_id, flags)
         for s in self.length:
             self.length[s] = self.seq_pos_max(s) + 1
         return n == len(state) > 0

@@ -87,6 +87,16 @@ def test_each_cache_type_is_restored(kind: str, tiny: Tiny) -> None:
         assert_same_future(saved, other)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "granite_hybrid"])
+def test_a_partial_state_of_a_compacted_cache_is_the_whole(name: str, tiny: Tiny) -> None:
+    partial = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: llama-server's checkpoints
+    with filled(tiny(name)) as saved, filled(tiny(name)) as other:
+        state = saved.save(0, partial)
+        other.decode(random_tokens(200, seed=2))
+        assert other.load(state, 0, partial)
+        assert_same_future(saved, other)
+
+
 def test_a_context_goes_back_to_its_own_past(tiny: Tiny) -> None:
     tokens = random_tokens(150, seed=3)
     with filled(tiny("llama")) as ctx:

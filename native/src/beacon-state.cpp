@@ -263,10 +263,12 @@ void read_sequences(llama_context & lctx, llama_io_read_i & io, llama_seq_id seq
 void beacon_state_write(llama_context & lctx, llama_io_write_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
     auto * mem    = lctx.get_memory();
     auto * beacon = llama_kv_beacon::find(mem);
-    if (!beacon || flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
+    if (!beacon) {
         mem->state_write(io, seq_id, flags);
         return;
     }
+    // a partial state leaves out what can be cut back to where it was saved: a compacted cache can't
+    flags &= ~LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
     if (seq_id >= 0 && !beacon->has_seq(seq_id)) {
         throw std::runtime_error(beacon_fail("sequence %d is not in [0, %u)", seq_id, lctx.n_seq_max()));
     }
@@ -288,13 +290,18 @@ void beacon_state_write(llama_context & lctx, llama_io_write_i & io, llama_seq_i
 }
 
 void beacon_state_read(llama_context & lctx, llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
-    auto * mem    = lctx.get_memory();
-    auto * beacon = llama_kv_beacon::find(mem);
-    if (flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) {
-        mem->state_read(io, seq_id, flags);
-        return;
+    auto *   mem    = lctx.get_memory();
+    auto *   beacon = llama_kv_beacon::find(mem);
+    uint32_t magic  = 0;
+    try {
+        magic = get<uint32_t>(io);
+    } catch (const std::exception &) {
+        if (!beacon) {
+            mem->state_read(io, seq_id, flags);  // a draft context writes nothing
+            return;
+        }
+        throw;
     }
-    const auto  magic = get<uint32_t>(io);
     replay_read stock(io, magic);
     if (!beacon) {
         if (magic == STATE_MAGIC) {
@@ -307,6 +314,8 @@ void beacon_state_read(llama_context & lctx, llama_io_read_i & io, llama_seq_id 
     if (seq_id >= 0 && !beacon->has_seq(seq_id)) {
         throw std::runtime_error(beacon_fail("sequence %d is not in [0, %u)", seq_id, lctx.n_seq_max()));
     }
+
+    flags &= ~LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY;
 
     const bool is_on_device = flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE;
 
