@@ -394,10 +394,10 @@ def importance(
 
 
 def newer_keys(n: int, window: int, n_compact: int) -> IntArray:
-    """Cells that the others are compared with: every few of the new, some of the old.
+    """Cells that the others are compared with: the new ones, and some of the old.
 
-    About ``window // 8`` of the new and ``window // 4`` of the old, the newest cell always among
-    them; the older ones take turns from compaction to compaction.
+    The ``window`` newest, and about ``window // 4`` of the older ones, which take turns from
+    compaction to compaction: what was like a cell that is evicted may be like another one.
 
     Parameters
     ----------
@@ -411,8 +411,7 @@ def newer_keys(n: int, window: int, n_compact: int) -> IntArray:
     n_old = n - n_new
     stride = max(1, -(-n_old // max(1, window // 4)))  # rounded up
     old = np.arange(n_compact % stride, n_old, stride)
-    new = np.arange(n - 1, n_old - 1, -max(1, n_new // max(1, window // 8)))[::-1]
-    return np.concatenate([old, new])
+    return np.concatenate([old, np.arange(n_old, n)])
 
 
 def unrope_keys(k: Array, pos: IntArray, r: Rope, n_hadamard: int = 0) -> Array:

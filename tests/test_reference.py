@@ -265,26 +265,26 @@ ALIKE = np.array([[E[0], E[1], 2 * E[2], E[3], E[0], E[1], E[2] + E[3]]])
 NOTHING = np.zeros((1, 0)), np.zeros((1, 0), int)  # known before the first compaction
 
 
-def test_newer_keys_are_spread_and_the_old_ones_take_turns() -> None:
-    # window 8: one of the newest eight and two of the twelve older ones, six apart
+def test_newer_keys_are_the_new_ones_and_old_ones_that_take_turns() -> None:
+    # window 8: the newest eight and two of the twelve older ones, six apart
     turns = [ref.newer_keys(20, 8, i).tolist() for i in (0, 1, 5, 6)]
-    assert turns == [[0, 6, 19], [1, 7, 19], [5, 11, 19], [0, 6, 19]]
+    new = list(range(12, 20))
+    assert turns == [[0, 6, *new], [1, 7, *new], [5, 11, *new], [0, 6, *new]]
     # five older ones, three apart: the last turn has one
-    turns = [ref.newer_keys(13, 8, i).tolist() for i in range(4)]
-    assert turns == [[0, 3, 12], [1, 4, 12], [2, 12], [0, 3, 12]]
+    turns = [ref.newer_keys(13, 8, i)[:-8].tolist() for i in range(4)]
+    assert turns == [[0, 3], [1, 4], [2], [0, 3]]
     # the defaults: each of 896 older ones once in 28 turns
     turns = [ref.newer_keys(1024, 128, i) for i in range(28)]
     assert sorted(j for newer in turns for j in newer[newer < 896]) == list(range(896))
-    assert turns[0][32:].tolist() == list(range(903, 1024, 8))
+    assert turns[0][32:].tolist() == list(range(896, 1024))
 
 
-def test_newer_keys_of_small_and_odd_windows_include_the_newest() -> None:
-    assert ref.newer_keys(30, 11, 3).tolist() == [3, 13, 29]  # 19 older ones, ten apart
-    assert ref.newer_keys(5, 3, 1).tolist() == [1, 4]
+def test_newer_keys_of_small_and_odd_windows() -> None:
+    assert ref.newer_keys(30, 11, 3).tolist() == [3, 13, *range(19, 30)]  # older ones, ten apart
+    assert ref.newer_keys(5, 3, 1).tolist() == [1, 2, 3, 4]
     assert ref.newer_keys(4, 1, 5).tolist() == [2, 3]  # the third turn of three
-    assert ref.newer_keys(11, 11, 7).tolist() == [10]  # none is older
-    assert ref.newer_keys(5, 8, 7).tolist() == [4]
-    assert ref.newer_keys(1, 8, 7).tolist() == [0]
+    assert ref.newer_keys(11, 11, 7).tolist() == list(range(11))  # none is older
+    assert ref.newer_keys(5, 8, 7).tolist() == list(range(5))
 
 
 def test_restated_is_the_highest_cosine_to_a_newer_key_and_names_it() -> None:

@@ -120,7 +120,7 @@ struct score_builder {
     ggml_tensor * future      = nullptr;          // I32 [N_FUTURE] positions
     ggml_tensor * mask_sinks  = nullptr;          // F32 [n]
     ggml_tensor * ones        = nullptr;          // F32 [n_probe]
-    ggml_tensor * halves      = nullptr;          // F32 [n_newer]
+    ggml_tensor * unscale     = nullptr;          // F32 [n_newer]
     ggml_tensor * mask_newer  = nullptr;          // F32 [n_newer, n]
 
     std::map<int64_t, ggml_tensor *> eyes;        // by n_embd_head: F32 [n_embd_head, n_embd_head]
@@ -284,28 +284,26 @@ struct score_builder {
         return ggml_scale(ctx, ggml_reshape_3d(ctx, turned, d, x->ne[1], x->ne[2]), 1.0f / N_FUTURE);
     }
 
-    // cosines of each cell's vector x [d, n, h] to those of the newer cells that plan.newer lists, [n_newer, n, h]
-    ggml_tensor * cosines(ggml_tensor * x) {
-        const int64_t d = x->ne[0];
-        const int64_t h = x->ne[2];
-
-        ggml_tensor * unit  = ggml_l2_norm(ctx, x, 1e-12f);
-        ggml_tensor * newer = ggml_get_rows(ctx, ggml_reshape_2d(ctx, unit, d, n() * h), newer_rows.at(h));
-
-        return ggml_mul_mat(ctx, ggml_reshape_3d(ctx, newer, d, n_newer(), h), unit);
-    }
-
     // highest likeness of each cell to the newer ones that plan.newer lists, and which of these it was: both
     // [1, n, n_head_kv], NaN where none is newer. The likeness is the mean of two cosines, of the keys with the rotation
     // undone and of the values: what is said again has both alike, wherever it stood.
     void restated(ggml_tensor * k_pre, ggml_tensor * v, beacon_scores & out) {
-        ggml_tensor * sim  = ggml_add(ctx, cosines(k_pre), cosines(v));  // [n_newer, n, n_head_kv]
-        ggml_tensor * rank = ggml_add(ctx, ggml_scale(ctx, sim, 0.5f * MAX_SCALE), mask_newer);
+        const int64_t d = k_pre->ne[0] + v->ne[0];
+        const int64_t h = v->ne[2];
+
+        // one product makes the sum of the two cosines
+        ggml_tensor * unit =
+            ggml_concat(ctx, ggml_l2_norm(ctx, k_pre, 1e-12f), ggml_l2_norm(ctx, v, 1e-12f), 0);  // [d, n, n_head_kv]
+        ggml_tensor * newer = ggml_get_rows(ctx, ggml_reshape_2d(ctx, unit, d, n() * h), newer_rows.at(h));
+        newer               = ggml_reshape_3d(ctx, ggml_scale(ctx, newer, 0.5f * MAX_SCALE), d, n_newer(), h);
+
+        ggml_tensor * sim  = ggml_mul_mat(ctx, newer, unit);  // [n_newer, n, n_head_kv] times MAX_SCALE
+        ggml_tensor * rank = ggml_add(ctx, sim, mask_newer);
         ggml_tensor * pick = ggml_soft_max(ctx, rank);
 
         // a product with a constant row: sum_rows has one thread on the CPU
-        output(out.restated, ggml_mul_mat(ctx, halves, ggml_mul(ctx, sim, pick)));
-        output(out.twin, ggml_argmax(ctx, ggml_reshape_2d(ctx, rank, n_newer(), n() * sim->ne[2])));
+        output(out.restated, ggml_mul_mat(ctx, unscale, ggml_mul(ctx, sim, pick)));
+        output(out.twin, ggml_argmax(ctx, ggml_reshape_2d(ctx, rank, n_newer(), n() * h)));
     }
 
     // R-KV's redundancy: the mean cosine of each cell's key to those of the others, where of those alike each one leaves
@@ -473,7 +471,7 @@ void score_builder::build_inputs() {
             }
         }
         mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
-        halves     = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 0.5f));
+        unscale    = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 1.0f / MAX_SCALE));
     }
 
     if (has(BEACON_PART_REDUNDANCY)) {

@@ -905,15 +905,12 @@ void llama_kv_beacon::list_newer(beacon_plan & plan, uint64_t round) const {
     const uint32_t n_new = std::min(n, params.window);  // since the last compaction
     const uint32_t n_old = n - n_new;
 
-    const uint32_t share_old = std::max<uint32_t>(1, params.window / 4);
-    const uint32_t share_new = std::max<uint32_t>(1, params.window / 8);
-
+    const uint32_t share_old  = std::max<uint32_t>(1, params.window / 4);
     const uint32_t stride_old = std::max<uint32_t>(1, (n_old + share_old - 1) / share_old);
     for (uint32_t j = round % stride_old; j < n_old; j += stride_old) {
         plan.newer.push_back(j);
     }
-    const uint32_t stride_new = std::max<uint32_t>(1, n_new / share_new);
-    for (uint32_t j = n_old + (n_new - 1) % stride_new; j < n; j += stride_new) {
+    for (uint32_t j = n_old; j < n; ++j) {
         plan.newer.push_back(j);
     }
 }

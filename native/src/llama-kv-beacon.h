@@ -220,7 +220,7 @@ class llama_kv_beacon {
     // first centroids of a layer, from q [n_embd_head, n_head, n_rows] with the rotation undone
     void init_beacons(uint32_t s, const beacon_layer & layer, const std::vector<float> & q, uint32_t n_rows);
 
-    // keys that this compaction compares with the others: new ones, and a share of the old ones that takes turns
+    // cells that this compaction compares with the others: the new ones, and a share of the old ones that takes turns
     void list_newer(beacon_plan & plan, uint64_t round) const;
 
     // what earlier compactions left of layer i
