@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE = Path(__file__).resolve().parent  # below sys._MEIPASS in a program of PyInstaller
 
 #: Development override: a folder that holds our libraries, such as a build tree's ``bin``.
 LIB_DIR_VARIABLE = "BEACONKV_LIB_DIR"
@@ -54,10 +54,15 @@ def library_path(base: str) -> Path:
         if path.exists():
             return path
     searched = "".join(f"\n  {path}" for path in paths)
+    remedy = "Install a wheel of beaconkv-gguf, or build from source with 'pip install .'"
+    if getattr(sys, "frozen", False):
+        remedy = (
+            "The program was frozen without it. PyInstaller collects it by our hook: freeze where "
+            "'import beaconkv_gguf' works and the package was installed from a wheel"
+        )
     raise ImportError(
         f"beaconkv_gguf: shared library '{base}' not found. Searched:{searched}\n"
-        "Install a wheel of beaconkv-gguf, or build from source with "
-        f"'pip install .'; {LIB_DIR_VARIABLE} names another folder."
+        f"{remedy}; {LIB_DIR_VARIABLE} names another folder."
     )
 
 

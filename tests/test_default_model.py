@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -114,6 +115,14 @@ def test_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(DefaultModelError, match="No module named pip"):
+        default_model_path()
+
+
+def test_frozen_program_starts_no_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    monkeypatch.setattr(subprocess, "Popen", None)  # sys.executable would be the program itself
+    monkeypatch.setenv("BEACONKV_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(DefaultModelError, match="BEACONKV_CACHE_DIR"):
         default_model_path()
 
 

@@ -87,6 +87,15 @@ def test_missing_library_lists_the_searched_paths(tmp_path: Path) -> None:
     assert "pip install" in result.stderr
 
 
+def test_frozen_program_without_the_library_names_the_hook(tmp_path: Path) -> None:
+    result = run_python(
+        "import sys; sys.frozen = True; import beaconkv_gguf", BEACONKV_LIB_DIR=tmp_path
+    )
+    assert str(tmp_path) in result.stderr
+    assert "frozen without it" in result.stderr
+    assert "pip install" not in result.stderr
+
+
 def test_library_that_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     name = _library.library_path("llama").name
     (tmp_path / name).write_bytes(b"not a library")
