@@ -325,10 +325,14 @@ void beacon_state_read(llama_context & lctx, llama_io_read_i & io, llama_seq_id 
             throw std::runtime_error(
                 beacon_fail("the saved state has version %u, this program reads %u", version, STATE_VERSION));
         }
-        if (const bool is_whole = get<int32_t>(io) < 0; is_whole != (seq_id < 0)) {
+        const auto scope = get<int32_t>(io);  // -1: a whole context, 0: one sequence
+        if (scope != -1 && scope != 0) {
+            throw std::runtime_error(beacon_fail("the saved state is damaged: it is of %d", scope));
+        }
+        if (scope != (seq_id < 0 ? -1 : 0)) {
             throw std::runtime_error(beacon_fail("the state was saved of %s, it can't be loaded as one of %s",
-                                                 is_whole ? "a whole context" : "one sequence",
-                                                 is_whole ? "one sequence" : "a whole context"));
+                                                 scope < 0 ? "a whole context" : "one sequence",
+                                                 scope < 0 ? "one sequence" : "a whole context"));
         }
         const auto fields = get_vector<char>(io, FINGERPRINT_MAX);
         const auto size   = get<uint64_t>(io);
