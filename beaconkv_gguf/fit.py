@@ -250,9 +250,15 @@ def recommend_budget(cache: Cache, layout: Layout, memory: Memory) -> int | None
         return budget
     least = _pad(min_budget(cache.beacon))
     most = (budget or cache.n_ctx) // CELL_STEP * CELL_STEP
-    for cells in range(most, least - 1, -CELL_STEP):
-        if needed(cells) <= memory.n_bytes:
-            return cells
+    if least <= most and needed(least) <= memory.n_bytes:
+        fits, too_many = least, most + CELL_STEP  # a context out of a damaged file has no bounds
+        while too_many - fits > CELL_STEP:
+            cells = (fits + too_many) // (2 * CELL_STEP) * CELL_STEP
+            if needed(cells) <= memory.n_bytes:
+                fits = cells
+            else:
+                too_many = cells
+        return fits
     raise ValueError(
         f"a context of {cache.n_ctx} tokens does not fit into {memory.n_bytes / MIB:,.0f} MiB "
         f"({memory.source}) under any KV budget: {least} cells need about "

@@ -1,5 +1,7 @@
 """What a model's memory is made of, told from the metadata of its GGUF file: `read_layout`.
 
+`check_model` refuses the files that would end the process: llama.cpp aborts on some wrong values.
+
 ggml reads the file; no weights are loaded. Which layers attend to everything, which to a sliding
 window (SWA) and which keep a recurrent state follows llama.cpp's rules by architecture. Where they
 are not written down here, the layout is `Layout.unsure` and not guessed.
@@ -7,10 +9,13 @@ are not written down here, the layout is `Layout.unsure` and not guessed.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import ctypes
 import dataclasses
 import functools
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +35,7 @@ _NUMBERS: dict[int, Any] = {  # enum gguf_type
     4: ctypes.c_uint32, 5: ctypes.c_int32, 6: ctypes.c_float, 7: ctypes.c_bool,
     10: ctypes.c_uint64, 11: ctypes.c_int64, 12: ctypes.c_double,
 }  # fmt: skip
-_STRING, _ARRAY = 8, 9
+_INT32, _STRING, _ARRAY = 5, 8, 9
 
 
 @functools.cache
@@ -52,6 +57,13 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     ValueError
         It is no GGUF file, ggml refuses it, or it is truncated.
     """
+    with _opened(path) as (context, _):
+        return _pairs(context)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[int, int]]:
+    """A file's ``struct gguf_context``, and the ``struct ggml_context`` of its tensors."""
     with open(path, "rb") as file:
         n_bytes = os.fstat(file.fileno()).st_size
         if file.read(4) != b"GGUF":
@@ -59,8 +71,10 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     init = _library.function(
         "ggml-base", "gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _InitParams
     )
+    tensors = ctypes.c_void_p()
+    params = _InitParams(no_alloc=True, ctx=ctypes.addressof(tensors))
     with error_log.collect(quiet=True) as errors:
-        context = init(os.fsencode(path), _InitParams(no_alloc=True))
+        context = init(os.fsencode(path), params)
     if not context:
         raise ValueError(f"{path} is damaged or truncated: {'; '.join(errors)}")
     try:
@@ -73,10 +87,14 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ValueError(
                 f"{path} is truncated: it has {n_bytes:,} bytes, its tensors need {needed:,}"
             )
-        n_kv = _gguf("get_n_kv", ctypes.c_int64)(context)
-        return dict(_pair(context, i) for i in range(n_kv))
+        yield context, tensors.value or 0
     finally:
         _gguf("free", None)(context)
+        _library.function("ggml-base", "ggml_free", None, ctypes.c_void_p)(tensors)
+
+
+def _pairs(context: int) -> dict[str, Any]:
+    return dict(_pair(context, i) for i in range(_gguf("get_n_kv", ctypes.c_int64)(context)))
 
 
 def _pair(context: int, i: int) -> tuple[str, Any]:
@@ -217,6 +235,7 @@ def read_layout(path: str | os.PathLike[str]) -> Layout:
     path = Path(path)
     metadata = read_metadata(path)
     try:
+        _check_numbers(_Keys(metadata))
         files = _files(path, _integer(metadata, "split.count", 1))
         layout = layout_of(metadata)
     except ValueError as error:
@@ -366,3 +385,207 @@ def _n_state(keys: _Keys) -> int:
     inner, state = keys.get("ssm.inner_size", 0), keys.get("ssm.state_size", 0)
     rows = max(0, keys.get("ssm.conv_kernel", 0) - 1)
     return rows * (inner + 2 * keys.get("ssm.group_count", 0) * state) + state * inner
+
+
+# --- values that llama.cpp does not survive -----------------------------------------------------
+
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
+_MAX_CONTEXT = 2**28
+_ALIGNMENT = 32  # TENSOR_ALIGNMENT
+_SWA_SIZES = (
+    "attention.key_length_swa",
+    "attention.value_length_swa",
+    "rope.dimension_count_swa",
+)
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
+_NO_VOCABULARY = ("none", "no_vocab")
+_BYTE_TYPE = 6  # LLAMA_TOKEN_TYPE_BYTE
+_BYTE_TOKENS = frozenset(f"<0x{i:02X}>".encode() for i in range(256))
+_HALVES = (1, 30)  # ggml's numbers of f16 and bf16
+# ggml's numbers of types that no matrix product takes: q8_1, q8_K, integers, f64
+_NO_WEIGHTS = (9, 15, 24, 25, 26, 27, 28)
+
+
+def check_model(
+    path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None, halves: bool = False
+) -> None:
+    """Refuse a file that would end the process: llama.cpp asserts what it should check.
+
+    What llama.cpp refuses itself is left to it, a file that can't be read too.
+
+    Parameters
+    ----------
+    path : str or path
+        A GGUF file; of a split one, the first part.
+    overrides : mapping, optional
+        Metadata to take for the file's.
+    halves : bool, default False
+        Vectors of 16-bit floats can be computed with: some GPUs can, the CPU can't.
+
+    Raises
+    ------
+    ValueError
+        It has such a value; the message has its name, the value and what is allowed.
+    """
+    parts = [Path(path)]
+    for part in parts:
+        with contextlib.ExitStack() as stack:
+            try:
+                context, tensors = stack.enter_context(_opened(part))
+                metadata = _pairs(context)
+            except (OSError, ValueError):
+                return
+            try:
+                if part is parts[0]:
+                    metadata.update(overrides or {})
+                    _check_numbers(_Keys(metadata))
+                    _check_vocabulary(context, metadata.get("tokenizer.ggml.model"))
+                    with contextlib.suppress(ValueError):
+                        parts += _files(part, _integer(metadata, "split.count", 1))[1:]
+                _check_tensors(context, tensors, halves)
+            except ValueError as error:
+                raise ValueError(f"{part}: {error}") from None
+
+
+def _check_numbers(keys: _Keys) -> None:
+    """Sizes and scalars: what holds for all architectures, then what some of them assert."""
+    arch, metadata = keys.arch, keys.metadata
+
+    def require(key: str, value: Any, allowed: str, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"{arch}.{key} is {value!r}; allowed is {allowed}")
+
+    def number(key: str, default: int = 0) -> int:
+        """A key's number, the largest of a list; `default` where there is none."""
+        value = metadata.get(f"{arch}.{key}", default)
+        values = value if isinstance(value, list) else [value]
+        return max((v for v in values if isinstance(v, int)), default=default)
+
+    n_layer = number("block_count", 1)
+    require("block_count", n_layer, f"1 to {_MAX_LAYERS}", 1 <= n_layer <= _MAX_LAYERS)
+    n_next = number("nextn_predict_layers")
+    require("nextn_predict_layers", n_next, f"0 to block_count={n_layer}", n_next <= n_layer)
+
+    n_expert, n_used = number("expert_count"), number("expert_used_count")
+    require("expert_count", n_expert, f"0 to {_MAX_EXPERTS}", n_expert <= _MAX_EXPERTS)
+    if n_expert > 1 or not arch.startswith("hunyuan"):
+        least, text = min(1, n_expert), f"to expert_count={n_expert}"
+        require("expert_used_count", n_used, f"{least} {text}", least <= n_used <= n_expert)
+    n_group, n_group_used = number("expert_group_count"), number("expert_group_used_count")
+    most = max(0, n_expert - 1)
+    require("expert_group_count", n_group, f"0 to {most}", n_group <= most)
+    if n_group > 1:
+        text = f"a divisor of expert_count={n_expert}"
+        require("expert_group_count", n_group, text, n_expert % n_group == 0)
+        text = f"1 to {n_group - 1}"
+        require("expert_group_used_count", n_group_used, text, 1 <= n_group_used < n_group)
+
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
+    require("rope.scaling.type", scaling, ", ".join(_ROPE_SCALINGS), scaling in _ROPE_SCALINGS)
+    for key, value in metadata.items():
+        if key.startswith(f"{arch}.") and key.endswith("epsilon") and isinstance(value, float):
+            require(key[len(arch) + 1 :], value, "0 or more", value >= 0)
+
+    # llama_cpp makes room for that many tokens whenever it tokenizes
+    n_ctx = number("context_length")
+    require("context_length", n_ctx, f"0 to {_MAX_CONTEXT}", n_ctx <= _MAX_CONTEXT)
+    n_embd, heads = number("embedding_length"), metadata.get(f"{arch}.attention.head_count", 0)
+    n_head = heads[0] if isinstance(heads, list) and heads else heads
+    if isinstance(n_head, int) and n_head > 0:
+        head_k = number("attention.key_length", n_embd // n_head)
+        for suffix in ("", "_swa"):
+            key = f"rope.dimension_count{suffix}"
+            size, n_rot = number(f"attention.key_length{suffix}", head_k), number(key)
+            # two families rotate nothing
+            if f"{arch}.{key}" in metadata and not arch.startswith(("kimi", "glm5")):
+                text = f"an even number from 2 to the size of a head, {size}"
+                require(key, n_rot, text, n_rot % 2 == 0 and 2 <= n_rot <= size)
+        if arch == "gpt-oss":  # its tensors have the sizes that RoPE's dimensions tell
+            head_v = number("attention.value_length", n_embd // n_head)
+            require("attention.value_length", head_v, f"a key's size, {head_k}", head_v == head_k)
+            for key in ("rope.dimension_count", *_SWA_SIZES):
+                size = number(key, head_k)
+                require(key, size, f"a key's size, {head_k}", size == head_k)
+    if number("attention.key_length_mla"):
+        n_head_kv, n_rot = number("attention.head_count_kv"), number("rope.dimension_count")
+        require("attention.head_count_kv", n_head_kv, "1 with MLA", n_head_kv == 1)
+        size = number("attention.key_length_mla")
+        require("attention.key_length_mla", size, f"more than {n_rot}, RoPE's", size > n_rot)
+        if arch.startswith("deepseek"):
+            size, rank = number("attention.key_length"), number("attention.kv_lora_rank")
+            text = f"kv_lora_rank={rank} and {n_rot} for RoPE"
+            require("attention.key_length", size, text, size == rank + n_rot)
+    if arch in ("granitehybrid", "jamba"):
+        inner = number("ssm.inner_size")
+        require("ssm.inner_size", inner, f"2 x embedding_length={n_embd}", inner == 2 * n_embd)
+    if arch in _SWA_PERIOD:
+        n_swa, is_swa = _windows(keys, n_layer)
+        pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
+        text = f"what gives one of {n_layer} layers the window of {n_swa} tokens"
+        require("attention.sliding_window_pattern", pattern, text, not n_swa or any(is_swa))
+
+
+def _check_vocabulary(context: int, model: Any) -> None:
+    """Tokens that llama.cpp asserts, or takes for granted when it tokenizes.
+
+    `model` is the kind of tokenizer.
+    """
+    i, n = _array(context, "tokenizer.ggml.tokens", _STRING)
+    text_of = _gguf("get_arr_str", ctypes.c_char_p, ctypes.c_int64, ctypes.c_size_t)
+    tokens = [text_of(context, i, j) for j in range(n)]
+    tokens = [token for token in tokens if token]  # llama.cpp names the empty ones itself
+    if model in _NO_VOCABULARY:
+        return
+    if len(set(tokens)) < len(tokens):
+        token, count = collections.Counter(tokens).most_common(1)[0]
+        raise ValueError(f"tokenizer.ggml.tokens has {token!r} {count} times; allowed is once")
+    n_bytes = len(_BYTE_TOKENS.intersection(tokens))
+    if model == "llama" and n_bytes not in (0, 256):
+        raise ValueError(
+            f"tokenizer.ggml.tokens has {n_bytes} of the tokens '<0x00>' to '<0xFF>'; allowed are "
+            "all of them, or none"
+        )
+    i, n = _array(context, "tokenizer.ggml.token_type", _INT32)
+    if model == "bert" and n:
+        data = _gguf("get_arr_data", ctypes.c_void_p, ctypes.c_int64)(context, i)
+        if _BYTE_TYPE in ctypes.cast(data, ctypes.POINTER(ctypes.c_int32))[:n]:
+            raise ValueError("tokenizer.ggml.token_type has bytes; allowed with 'bert' are none")
+
+
+def _array(context: int, key: str, kind: int) -> tuple[int, int]:
+    """Place and length of a key's array of a kind; length 0 if it has none."""
+    i = _gguf("find_key", ctypes.c_int64, ctypes.c_char_p)(context, key.encode())
+    if i < 0 or _gguf("get_kv_type", ctypes.c_int, ctypes.c_int64)(context, i) != _ARRAY:
+        return i, 0
+    if _gguf("get_arr_type", ctypes.c_int, ctypes.c_int64)(context, i) != kind:
+        return i, 0
+    return i, _gguf("get_arr_n", ctypes.c_size_t, ctypes.c_int64)(context, i)
+
+
+def _check_tensors(context: int, tensors: int, halves: bool) -> None:
+    """Types that nothing computes with, and where the data begins: shapes llama.cpp checks."""
+    begin = _gguf("get_data_offset", ctypes.c_size_t)(context)
+    n_tensors = _gguf("get_n_tensors", ctypes.c_int64)(context)
+    if n_tensors and begin % _ALIGNMENT != 0:  # files with a vocabulary alone have none
+        raise ValueError(f"tensors begin at byte {begin}; allowed is a multiple of {_ALIGNMENT}")
+    pointer, number, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
+    n_dims_of = _library.function("ggml-base", "ggml_n_dims", number, pointer)
+    name_of = _library.function("ggml-base", "ggml_get_name", text, pointer)
+    type_name = _library.function("ggml-base", "ggml_type_name", text, number)
+    is_quantized = _library.function("ggml-base", "ggml_is_quantized", ctypes.c_bool, number)
+    first = _library.function("ggml-base", "ggml_get_first_tensor", pointer, pointer)
+    following = _library.function("ggml-base", "ggml_get_next_tensor", pointer, pointer, pointer)
+    type_of = _gguf("get_tensor_type", number, ctypes.c_int64)
+    tensor = first(tensors)
+    for i in range(n_tensors):
+        name, kind = name_of(tensor).decode("utf-8", "replace"), type_of(context, i)
+        is_vector = n_dims_of(tensor) == 1 or name.endswith((".bias", "_norm.weight"))
+        allowed = ""
+        if kind in _NO_WEIGHTS and name.endswith((".weight", ".bias")) and "tid2eid" not in name:
+            allowed = "floats and quantised types of weights"
+        elif is_vector and (is_quantized(kind) or (kind in _HALVES and not halves)):
+            allowed = "f32, f16 or bf16" if halves else "f32"
+        if allowed:
+            kind_name = type_name(kind).decode()
+            raise ValueError(f"tensor {name} has the type {kind_name}; allowed are {allowed}")
+        tensor = following(tensors, tensor)

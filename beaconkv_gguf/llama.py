@@ -22,6 +22,7 @@ from ._log import error_log
 from ._native import BeaconError
 from .config import BeaconConfig, KVBudget, resolve_budget
 from .fit import F16, Cache, model_budget
+from .gguf_layout import check_model
 from .reasoning import check_format
 from .stats import KVStats
 
@@ -80,9 +81,17 @@ class _Tokenizer(llama_cpp.LlamaTokenizer):
             self._special = special
 
         def __missing__(self, token: int) -> bytes:
+            if not 0 <= token < self._model.n_vocab():  # llama.cpp would end the process
+                raise ValueError(f"token {token} is not in the vocabulary")
             piece: bytes = self._model.detokenize([token], special=self._special)
             self[token] = piece
             return piece
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        if llama_cpp.llama_vocab_type(self._model.vocab) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
+            raise ValueError("the model has no vocabulary: it takes token ids, not text")
+        tokens: list[int] = super().tokenize(text, add_bos, special)
+        return tokens
 
     def detokenize(
         self, tokens: list[int], prev_tokens: list[int] | None = None, special: bool = False
@@ -211,6 +220,9 @@ class Llama(llama_cpp.Llama):
             raise TypeError(f"beacon must be a BeaconConfig, not {beacon!r}")
         self.beacon = beacon or BeaconConfig()
         model_path = os.fspath(model_path)
+        check_model(
+            model_path, kwargs.get("kv_overrides"), halves=llama_cpp.llama_supports_gpu_offload()
+        )
         if kv_budget is not None and n_ctx == 0:
             n_ctx = _n_ctx_train(model_path)
         type_k = cache_type("type_k", type_k)
@@ -724,7 +736,10 @@ def _n_ctx_train(model_path: str) -> int:
         model = _internals.LlamaModel(path_model=model_path, params=params, verbose=False)
     with contextlib.closing(model):
         metadata = model.metadata()
-    return int(metadata[f"{metadata['general.architecture']}.context_length"])
+    key = f"{metadata['general.architecture']}.context_length"
+    if key not in metadata:
+        raise ValueError(f"{model_path}: n_ctx=0 takes the model's context, and {key} is missing")
+    return int(metadata[key])
 
 
 def _warn_unknown(kwargs: dict[str, Any]) -> None:

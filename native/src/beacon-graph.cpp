@@ -285,7 +285,7 @@ struct score_builder {
     }
 
     // highest likeness of each cell to the newer ones that plan.newer lists, and which of these it was: both
-    // [1, n, n_head_kv], NaN where none is newer. The likeness is the mean of two cosines, of the keys with the rotation
+    // [1, n, n_head_kv], an older one and no likeness where none is newer. The likeness is the mean of two cosines, of the keys with the rotation
     // undone and of the values: what is said again has both alike, wherever it stood.
     void restated(ggml_tensor * k_pre, ggml_tensor * v, beacon_scores & out) {
         const int64_t d = k_pre->ne[0] + v->ne[0];
@@ -467,7 +467,7 @@ void score_builder::build_inputs() {
         std::vector<float> mask(n_newer() * n(), 0.0f);
         for (int64_t i = 0; i < n(); ++i) {
             for (int64_t j = 0; j < n_newer(); ++j) {
-                mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -INFINITY;
+                mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -10 * MAX_SCALE;
             }
         }
         mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
@@ -690,7 +690,7 @@ static ggml_tensor * word_rows(ggml_context * ctx,
                                size_t         row_bytes,
                                int64_t        i0,
                                int64_t        n_rows) {
-    ggml_tensor * view = ggml_view_1d(ctx, t, 1, stream * t->nb[2] + i0 * row_bytes);
+    ggml_tensor * view = ggml_view_1d(ctx, t, ggml_blck_size(t->type), stream * t->nb[2] + i0 * row_bytes);
 
     view->type  = GGML_TYPE_I32;
     view->ne[0] = row_bytes / 4;
