@@ -102,8 +102,8 @@ class Sequence:
         if p0 < self.boundary and not (to_end and p0 <= max(N_SINK, self.n_pin)):
             return False
         if to_end:
-            n_pin = min(self.n_pin, p0)
-            if p0 < self.boundary or p0 == 0:
+            n_pin = min(self.n_pin, p0) if p0 > self.any_head[0] else 0
+            if p0 < self.boundary or p0 <= self.any_head[0]:
                 self.reset()
             self.n_pin = n_pin
         for head, held in self.held.items():

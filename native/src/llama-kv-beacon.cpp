@@ -360,12 +360,20 @@ bool llama_kv_beacon::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
         if ((seq_id >= 0 && seq_id != (llama_seq_id) s) || p0 >= p1) {
             continue;
         }
-        if (p1 <= kv->v_cells[s].seq_pos_max(s)) {
+        const llama_pos pos_max = kv->v_cells[s].seq_pos_max(s);
+        if (p0 > pos_max) {
+            continue;  // nothing goes
+        }
+        if (p1 <= pos_max) {
             continue;  // the end stays: the queries are history, and the tokens before it are all held or all gone
+        }
+        if (p0 <= kv->v_cells[s].seq_pos_min(s)) {
+            reset_stream(st);  // all goes
+            continue;
         }
 
         const uint32_t n_pin = std::min<uint32_t>(st.n_pin, p0);
-        if (p0 < st.boundary || p0 == 0) {
+        if (p0 < st.boundary) {
             reset_stream(st);
         }
         st.n_pin    = n_pin;
