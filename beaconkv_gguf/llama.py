@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -189,6 +190,8 @@ class Llama(llama_cpp.Llama):
     beacon: BeaconConfig
     reasoning_format: str
     snapshot_bytes: int
+    _ctx: Any
+    _model: Any
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     scores: npt.NDArray[np.single]
@@ -328,13 +331,15 @@ class Llama(llama_cpp.Llama):
         n_total = self.n_tokens + len(tokens)
         if n_total > self._n_ctx:
             raise ValueError(f"Requested tokens ({n_total}) exceed context window of {self._n_ctx}")
-        with self._guard.use(), error_log.collect() as errors:
+        with self._guard.use(begins=True), error_log.collect() as errors:
             is_there = self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
             if not is_there or self._is_lost():
                 tokens = [*self._input_ids.tolist(), *tokens]
                 self.n_tokens = 0
             n_reused = self.n_tokens
             prompt, self._prompt = self._prompt, None
+            if tokens:
+                self._requires_eval = True  # until they are evaluated: the logits are others'
             # What is evicted while a prompt is read depends on where its batches begin: not on
             # how much of it was there already.
             n_first = self.n_batch - self.n_tokens % self.n_batch if self.kv_budget else 0
@@ -372,20 +377,25 @@ class Llama(llama_cpp.Llama):
         RuntimeError
             Nothing was evaluated, or another thread is in a call.
         """
-        with self._guard.use():
-            if self.n_tokens == 0:
+        with self._guard.use(begins=True):
+            n = self.n_tokens
+            if n == 0:
                 raise RuntimeError("there is nothing to sample from: no token was evaluated")
             if self._requires_eval:  # the logits belong to another state
-                self.n_tokens -= 1
-                self.eval([int(self.input_ids[self.n_tokens])])
+                self.n_tokens = n - 1
+                try:
+                    self.eval([int(self.input_ids[n - 1])])
+                except BaseException:
+                    self.n_tokens = n
+                    raise
             return super().sample(*args, **kwargs)
 
     def reset(self) -> None:
-        with self._guard.use():
+        with self._guard.use(begins=True):
             super().reset()
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
-        with self._guard.use():
+        with self._guard.use(begins=True):
             return super().embed(*args, **kwargs)
 
     def abort(self) -> None:
@@ -402,10 +412,12 @@ class Llama(llama_cpp.Llama):
         limit = _TokenLimit(kwargs["max_tokens"], self._n_ctx, self._guard)
         if self.draft_model is not None:  # the parent counts drafted tokens as written
             limit.max_tokens = self._n_ctx
-        criteria = kwargs["stopping_criteria"] or ()
-        kwargs["stopping_criteria"] = llama_cpp.StoppingCriteriaList([*criteria, limit])
+        criteria = kwargs["stopping_criteria"]
+        kwargs["stopping_criteria"] = llama_cpp.StoppingCriteriaList(
+            [criteria, limit] if criteria else [limit]
+        )
         chunks = super()._create_completion(*args, **kwargs)
-        with contextlib.closing(self._guard.steps(chunks)) as steps:
+        with contextlib.closing(self._guard.steps(chunks, begins=True)) as steps:
             for chunk in steps:
                 choice = chunk["choices"][0]
                 if choice["finish_reason"] is not None and self._guard.is_aborted:
@@ -425,7 +437,7 @@ class Llama(llama_cpp.Llama):
         """
         tokens = list(tokens)
         written = super().generate(tokens, *args, **kwargs)
-        with self._guard.use():
+        with self._guard.use(begins=True):
             self._n_generations += 1
             generation = self._n_generations
             self._n_prompt_and_written = counts = [len(tokens), 0]
@@ -433,7 +445,7 @@ class Llama(llama_cpp.Llama):
             if self._resets(args, kwargs):
                 self._rewind(self._prompt)
         reply = None
-        with contextlib.closing(self._guard.steps(written, resumes=True)) as steps:
+        with contextlib.closing(self._guard.steps(written)) as steps:
             while True:
                 try:
                     token = steps.send(reply)
@@ -584,6 +596,7 @@ class Llama(llama_cpp.Llama):
                 llama_state=blob,
                 llama_state_size=len(blob),
                 seed=self._seed,
+                model=self._model_id,
             )
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
@@ -606,24 +619,39 @@ class Llama(llama_cpp.Llama):
         """
         if isinstance(state, states.LlamaState):
             state.check()
-        if state.n_tokens > self._n_ctx:
-            raise ValueError(f"the saved state has {state.n_tokens} tokens, n_ctx is {self._n_ctx}")
+            ours, theirs = self._model_id, state.model
+            if theirs and theirs.rpartition(" ")[2] != ours.rpartition(" ")[2]:
+                raise BeaconError(
+                    f"the state can't be loaded: it was saved with model = {theirs}, this is {ours}"
+                )
+        if not 0 <= state.n_tokens <= min(self._n_ctx, len(state.input_ids)):
+            raise ValueError(
+                f"the saved state has {state.n_tokens} tokens; n_ctx is {self._n_ctx}, and the "
+                f"state names {len(state.input_ids)}"
+            )
         with self._guard.use(), error_log.collect() as errors:
+            # whatever interrupts this, the tokens are not taken for what the cache holds
+            n_tokens, self.n_tokens, self._requires_eval = self.n_tokens, 0, True
             if not states.set_context(self.ctx, state.llama_state):
                 if self.kv_budget is None:
                     self.reset()
-                refusal = _native.last_error() if self.kv_budget is not None else ""
-                reasons = [line for line in errors if not refusal or refusal not in line]
-                raise BeaconError("; ".join(["the state can't be loaded", *reasons, refusal]))
+                else:
+                    self.n_tokens = n_tokens
+                raise BeaconError("; ".join(["the state can't be loaded", *errors]))
             self._n_generations += 1  # whoever was writing can't go on
-            self.n_tokens = state.n_tokens
             self.input_ids[: state.n_tokens] = state.input_ids[: state.n_tokens]
             if self._logits_all:
                 n_scores = min(len(state.scores), state.n_tokens)
                 self.scores[:n_scores] = state.scores[:n_scores]
                 self.scores[n_scores:] = 0.0
             self._seed = state.seed
-            self._requires_eval = True
+            self.n_tokens = state.n_tokens
+
+    @functools.cached_property
+    def _model_id(self) -> str:
+        """Name and checksum: fine-tuned models may differ in nothing but their weights."""
+        checksum = states.model_checksum(self.model_path, self.lora_path, self.lora_scale)
+        return f"{os.path.basename(self.model_path)} {checksum}"
 
     def save_state_file(self, path: str | os.PathLike[str]) -> None:
         """`save_state` into a file, which is replaced as a whole or not at all.
@@ -669,11 +697,13 @@ class Llama(llama_cpp.Llama):
         if n <= self.beacon.n_sink:  # a few tokens that every prompt begins with
             n = 0
         n_saved, snapshot = self._snapshots.best(prompt[:-1])
-        if snapshot is not None and n_saved > n and self._snapshots.restore(snapshot):
-            self.n_tokens = len(snapshot.tokens)
-            self.input_ids[: self.n_tokens] = snapshot.tokens
-            self._requires_eval = True
-            n = n_saved
+        if snapshot is not None and n_saved > n:
+            # whatever interrupts this, the tokens are not taken for what the cache holds
+            n_tokens, self.n_tokens, self._requires_eval = self.n_tokens, 0, True
+            if self._snapshots.restore(snapshot):
+                n_tokens, n = len(snapshot.tokens), n_saved
+                self.input_ids[:n_tokens] = snapshot.tokens
+            self.n_tokens = n_tokens
         if n < self.n_tokens and self._ctx.kv_cache_seq_rm(-1, n, -1):
             self.n_tokens = n
             self._requires_eval = True
@@ -681,25 +711,30 @@ class Llama(llama_cpp.Llama):
     def _keep_prompt(self, prompt: npt.NDArray[np.int32]) -> None:
         """A prompt was evaluated: take a snapshot if no pin will bring it back."""
         is_all = len(prompt) == self.n_tokens
+        if self._logits_all:
+            return  # scores would be another text's
         if self.kv_budget and is_all and len(prompt) > self.beacon.pin_share * self.kv_budget:
             self._snapshots.take(prompt)
 
     def close(self) -> None:
         """Free the model and its cache. A second call does nothing; any other use then raises.
 
-        What another thread is in is aborted first.
+        What is at work is aborted first. In a signal handler or a callback of that very call, it is
+        freed when the call ends.
         """
         stack = getattr(self, "_stack", None)
         if stack is None:
             return
         guard = getattr(self, "_guard", None)
-        if isinstance(guard, _Closed):
-            return
-        with guard.last_use() if guard else contextlib.nullcontext():
-            stack.close()
-            closed: Any = _Closed()
-            self._ctx = self._model = self._batch = self.tokenizer_ = closed
-            self._guard = self._snapshots = closed
+        if guard is None:  # the constructor failed
+            self._free()
+        else:
+            guard.close(self._free)
+
+    def _free(self) -> None:
+        self._stack.close()
+        closed: Any = _Closed()
+        self._ctx = self._model = self._batch = self.tokenizer_ = self._snapshots = closed
 
     def __enter__(self) -> Llama:
         return self

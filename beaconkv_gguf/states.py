@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import tempfile
-import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,15 +19,17 @@ from . import _native
 
 
 class LlamaState(llama_cpp.LlamaState):
-    """llama_cpp's state with a checksum over all of it."""
+    """llama_cpp's state with a checksum over all of it, and one of the model it is of."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, model: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.model = model
         self.checksum = self._compute_checksum()
 
     def _compute_checksum(self) -> int:
         tokens = np.ascontiguousarray(self.input_ids[: self.n_tokens], np.int32)
-        value = zlib.crc32(f"{self.n_tokens} {self.seed} {self.llama_state_size}".encode())
+        head = f"{self.n_tokens} {self.seed} {self.llama_state_size} {self.model}"
+        value = zlib.crc32(head.encode())
         for data in (tokens.data, np.ascontiguousarray(self.scores).data, self.llama_state):
             value = zlib.crc32(data, value)
         return value
@@ -37,6 +38,21 @@ class LlamaState(llama_cpp.LlamaState):
         """Raise ValueError if the state is not what was saved."""
         if self.checksum != self._compute_checksum():
             raise ValueError("the saved state is damaged: its checksum is wrong")
+
+
+_N_SAMPLES, _SAMPLE_BYTES = 512, 256
+
+
+def model_checksum(path: str, lora_path: str | None, lora_scale: float) -> str:
+    """Checksum of some of a model's bytes all over its file, and of its adapter's."""
+    value = zlib.crc32(f"{lora_scale if lora_path else 1}".encode())
+    for name in filter(None, (path, lora_path)):
+        with open(name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            for i in range(_N_SAMPLES):
+                file.seek(size * i // _N_SAMPLES)
+                value = zlib.crc32(file.read(_SAMPLE_BYTES), value)
+    return f"{value:08x}"
 
 
 def get_context(ctx: int) -> bytes:
@@ -62,7 +78,7 @@ def set_context(ctx: int, state: bytes) -> bool:
 
 # --- files ----------------------------------------------------------------------------------------
 
-_FIELDS = ("llama_state", "input_ids", "scores", "n_tokens", "seed")
+_FIELDS = ("llama_state", "input_ids", "scores", "n_tokens", "seed", "model")
 
 
 def write(path: str | os.PathLike[str], state: LlamaState) -> None:
@@ -75,13 +91,14 @@ def write(path: str | os.PathLike[str], state: LlamaState) -> None:
     OSError
         The file could not be written; what was there before is still there.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # of a link, what it leads to
     data = {
         "llama_state": np.frombuffer(state.llama_state, np.uint8),
         "input_ids": np.asarray(state.input_ids[: state.n_tokens], np.int32),
         "scores": state.scores,
         "n_tokens": np.int64(state.n_tokens),
         "seed": np.int64(state.seed),
+        "model": np.array(state.model),
     }
     file = tempfile.NamedTemporaryFile(  # noqa: SIM115 - renamed while closed
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False
@@ -91,6 +108,7 @@ def write(path: str | os.PathLike[str], state: LlamaState) -> None:
             np.savez(file, **data)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(file.name, path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask())
         os.replace(file.name, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -111,24 +129,27 @@ def read(path: str | os.PathLike[str]) -> LlamaState:
     try:
         with np.load(path, allow_pickle=False) as file:
             data = {name: file[name] for name in _FIELDS}
-    except (
-        ValueError,
-        KeyError,
-        EOFError,
-        NotImplementedError,
-        zipfile.BadZipFile,
-        zlib.error,
-    ) as error:
+        blob = data["llama_state"].tobytes()
+        return LlamaState(
+            input_ids=data["input_ids"],
+            scores=data["scores"],
+            n_tokens=int(data["n_tokens"]),
+            llama_state=blob,
+            llama_state_size=len(blob),
+            seed=int(data["seed"]),
+            model=str(data["model"]),
+        )
+    except OSError:
+        raise
+    except Exception as error:  # zipfile, zlib and numpy raise many kinds
         raise ValueError(f"{os.fspath(path)} is not a complete saved state: {error}") from error
-    blob = data["llama_state"].tobytes()
-    return LlamaState(
-        input_ids=data["input_ids"],
-        scores=data["scores"],
-        n_tokens=int(data["n_tokens"]),
-        llama_state=blob,
-        llama_state_size=len(blob),
-        seed=int(data["seed"]),
-    )
+
+
+def _umask() -> int:
+    """The process's, which can only be read by setting it."""
+    value = os.umask(0o077)
+    os.umask(value)
+    return value
 
 
 # --- ends of prompts ------------------------------------------------------------------------------
@@ -171,6 +192,8 @@ class Snapshots:
 
     def take(self, tokens: npt.NDArray[np.int32]) -> None:
         """Keep sequence 0, which these tokens made; not if it alone is above the limit."""
+        if self._max_bytes == 0:
+            return
         size = llama_cpp.llama_state_seq_get_size(self._ctx, 0)
         if not 0 < size <= self._max_bytes:
             return

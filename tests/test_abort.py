@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from beaconkv_gguf import Aborted, Llama, llama_cpp
+from beaconkv_gguf import Aborted, Llama, llama_cpp, states
 from native import Context, Model, budget, random_tokens
 
 BUDGET = 384
@@ -106,12 +106,9 @@ def test_eval_and_generate(llm: Llama) -> None:
     assert list(written) == []
     written = llm.generate(random_tokens(30), temp=0.0)
     assert [next(written) for _ in range(3)] == first
-    llm.eval(random_tokens(300))  # takes over
+    next(llm.generate(random_tokens(5)))  # takes over
     with pytest.raises(RuntimeError, match="another one was started"):
-        while True:
-            llm.generate(random_tokens(5))
-            next(llm.generate(random_tokens(5)))
-            next(written)
+        next(written)
 
 
 def test_an_abort_with_nothing_at_work_does_nothing(llm: Llama) -> None:
@@ -200,6 +197,82 @@ def test_a_keyboard_interrupt_stops_and_the_next_call_works(smollm2_path: Path) 
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "interrupted True\nanswers\n"
     assert process.returncode == 0
+
+
+# --- interrupts at the worst moment ---------------------------------------------------------------
+
+
+class Interrupted:
+    """Calls a function, and is interrupted right after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            call(*args, **kwargs)
+            monkeypatch.setattr(owner, name, call)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+
+def greedy(llm: Llama, prompt: list[int], n: int) -> list[int]:
+    written = llm.generate(prompt, temp=0.0)
+    return [next(written) for _ in range(n)]
+
+
+def test_an_interrupt_while_a_state_is_loaded_leaves_no_mixture(
+    llm: Llama, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.eval(random_tokens(300, seed=1))
+    state = llm.save_state()
+    llm.eval(random_tokens(500))
+    text = llm.input_ids[:800].tolist()
+    Interrupted(monkeypatch, states, "set_context")
+    with pytest.raises(KeyboardInterrupt):
+        llm.load_state(state)
+    with load(model_path) as cold:
+        assert greedy(llm, text, 50) == greedy(cold, text, 50)
+
+
+def test_an_interrupt_while_a_prompt_is_put_back_leaves_no_mixture(
+    llm: Llama, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = random_tokens(500), random_tokens(500, seed=1)
+    greedy(llm, a, 50)
+    greedy(llm, b, 50)
+    Interrupted(monkeypatch, llm._snapshots, "restore")
+    with pytest.raises(KeyboardInterrupt):
+        greedy(llm, a, 50)
+    with load(model_path) as cold:
+        assert greedy(llm, b, 50) == greedy(cold, b, 50)
+
+
+@pytest.mark.parametrize("n_written", [0, 1, 7])
+def test_an_interrupt_after_a_decode_loses_no_token(
+    n_written: int, llm: Llama, model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = random_tokens(60)
+    written = llm.generate(prompt, temp=0.0)
+    for _ in range(n_written):
+        next(written)
+    Interrupted(monkeypatch, sys.modules["llama_cpp"], "llama_decode")
+    with pytest.raises(KeyboardInterrupt):
+        next(written)
+    with load(model_path) as cold:
+        assert greedy(llm, prompt, 50) == greedy(cold, prompt, 50)
+
+
+def test_an_interrupt_in_sampling_after_a_load_loses_no_token(
+    llm: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm.eval(random_tokens(30))
+    llm.load_state(llm.save_state())
+    for _ in range(3):
+        Interrupted(monkeypatch, sys.modules["llama_cpp"], "llama_decode")
+        with pytest.raises(KeyboardInterrupt):
+            llm.sample()
+    assert llm.n_tokens == 30
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -310,6 +383,50 @@ def test_close_stops_what_another_thread_is_in(smollm2_path: Path) -> None:
     assert reply[0]["choices"][0]["finish_reason"] == "abort"
     with pytest.raises(RuntimeError, match="closed"):
         llm.kv_stats()
+
+
+def test_statistics_disturb_no_stream(llm: Llama) -> None:
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            llm.kv_stats()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert len(greedy(llm, random_tokens(50), 60)) == 60
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("look", ["boundary", "kv_positions", "save_state"])
+def test_a_look_at_a_paused_stream_does_not_undo_its_abort(look: str, llm: Llama) -> None:
+    chunks = llm.create_completion(random_tokens(30), max_tokens=200, stream=True)
+    next(chunks)
+    llm.abort()
+    attribute = getattr(llm, look)
+    if callable(attribute):
+        attribute(*((0, 0) if look == "kv_positions" else ()))
+    assert list(chunks)[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_close_within_a_call_waits_for_its_end(model_path: Path) -> None:
+    llm = load(model_path)
+
+    def close(_ids: Any, _logits: Any) -> bool:
+        llm.close()
+        return False
+
+    reply = llm.create_completion(random_tokens(30), max_tokens=50, stopping_criteria=close)
+    assert reply["choices"][0]["finish_reason"] == "abort"
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.kv_stats()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.eval([5])
+    llm.close()
 
 
 def test_del_frees_the_model_at_once(model_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -271,6 +272,108 @@ def test_truncated_and_damaged_states_leave_the_context_as_it_was(name: str, tin
             assert other.save(0) == before
         assert other.load(state, 0)
         assert_same_future(ctx, other)
+
+
+def _checksum(data: bytes, seed: int = 0xCBF29CE484222325) -> int:
+    """As in beacon-state.cpp."""
+    value = seed ^ len(data)
+    for (word,) in struct.iter_unpack("<Q", data + b"\0" * (-len(data) % 8)):
+        value = (value ^ word) * 0x100000001B3 % 2**64
+        value ^= value >> 29
+    return value
+
+
+class Section:
+    """What a saved sequence knows beside its cells: to be changed, and signed again."""
+
+    _numbers = "<3BIiQQIi"
+    _names = ("beacons", "empty", "open", "n_pin", "boundary")
+    _names += ("n_compact", "n_evicted", "n_round", "pos_seen")
+
+    def __init__(self, state: bytes) -> None:
+        n = struct.unpack_from("<Q", state, 20)[0]  # of the fingerprint
+        self._before, self._fingerprint = state[:28], state[28 : 28 + n]
+        payload = memoryview(state)[28 + n + 16 :]
+        self._head, self._at, self._payload = bytes(payload[:12]), 12, payload
+        self.used, self.rows = self._take(np.uint32), self._take(np.int32)
+        values = struct.unpack_from(self._numbers, payload, self._at)
+        self.numbers = dict(zip(self._names, values))
+        self._at += struct.calcsize(self._numbers)
+        self.carried, self.twin, self.pos = map(self._take, (np.float32, np.int32, np.int32))
+        self.rest = bytearray(payload[self._at :])
+
+    def _take(self, dtype: Any) -> Any:
+        n = struct.unpack_from("<Q", self._payload, self._at)[0]
+        data = np.frombuffer(self._payload, dtype, n, self._at + 8).copy()
+        self._at += 8 + data.nbytes
+        return data
+
+    def signed(self) -> bytes:
+        vectors = [self.used, self.rows, self.carried, self.twin, self.pos]
+        packed = [struct.pack("<Q", len(v)) + v.tobytes() for v in vectors]
+        numbers = struct.pack(self._numbers, *self.numbers.values())
+        payload = b"".join([self._head, *packed[:2], numbers, *packed[2:], self.rest])
+        checksum = _checksum(payload, _checksum(self._fingerprint))
+        head = self._before + self._fingerprint + struct.pack("<QQ", len(payload), checksum)
+        return head + payload
+
+    def first_cell(self) -> int:
+        """Where the position of the first cell stands in `rest`."""
+        return self.rest.index(struct.pack("<II", 1, len(self.used))) + 8
+
+
+def test_a_section_that_is_signed_again_loads(tiny: Tiny) -> None:
+    with filled(tiny("llama")) as ctx:
+        state = ctx.save(0)
+        assert Section(state).signed() == state
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.used.__setitem__(5, s.used[6]),
+        lambda s: s.used.__setitem__(5, 1 << 30),
+        lambda s: s.twin.__setitem__(7, CELLS),
+        lambda s: s.rows.__setitem__(0, 0),
+        lambda s: s.numbers.update(n_pin=0x7FFFFFFF),
+        lambda s: s.numbers.update(boundary=0x7FFFFFFF),
+        lambda s: s.numbers.update(boundary=-1),
+        lambda s: s.numbers.update(pos_seen=-5),
+        lambda s: setattr(s, "pos", s.pos[:0]),
+        lambda s: [setattr(s, name, s.pos[:0]) for name in ("pos", "twin", "carried")],
+        lambda s: struct.pack_into("<i", s.rest, s.first_cell(), -1000),
+        lambda s: struct.pack_into("<i", s.rest, s.first_cell() + 8, 3),
+    ],
+)
+def test_numbers_that_contradict_each_other_are_refused(
+    change: Callable[[Section], Any], tiny: Tiny
+) -> None:
+    with filled(tiny("llama")) as ctx, filled(tiny("llama"), 200, seed=1) as other:
+        section = Section(ctx.save(0))
+        change(section)
+        before = other.save(0)
+        loaded = other.load(section.signed(), 0)
+        if loaded:  # the sequence that a cell was of does not matter
+            assert facts(other) == facts(ctx)
+        else:
+            assert other.save(0) == before
+        other.decode(random_tokens(100))
+
+
+def test_flipped_bits_of_a_state_without_checksum_end_no_process(tiny: Tiny) -> None:
+    rng = np.random.default_rng(0)
+    with Context(tiny("llama"), n_ctx=1024) as stock:
+        stock.decode(random_tokens(100))
+        state = stock.save(0)
+    with filled(tiny("llama")) as ctx:
+        for at in range(8, 8 + 8 + 12 * 100, 7):  # numbers of streams, cells, positions
+            damaged = bytearray(state)
+            damaged[at] ^= 1 << int(rng.integers(8))
+            if ctx.load(bytes(damaged), 0):
+                assert ctx.stats()["n_held"] <= CELLS
+                ctx.positions()
+            ctx.seq_rm(0)
+            ctx.decode(random_tokens(200))
 
 
 def test_a_state_without_a_budget_loads_and_is_tracked_afresh(tiny: Tiny) -> None:

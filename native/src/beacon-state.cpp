@@ -3,11 +3,15 @@
 #include "llama-impl.h"
 #include "llama-io.h"
 #include "llama-kv-beacon.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
 #include "llama-model.h"
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <stdexcept>
 
 // A state saved under a KV budget:
@@ -367,9 +371,13 @@ void beacon_state_read(llama_context & lctx, llama_io_read_i & io, llama_seq_id 
         } else {
             mem->state_read(stock, seq_id, flags);
         }
-        beacon->check_loaded(seq_id, lctx.n_ctx_seq());
+        llama_kv_beacon::check_loaded(mem, seq_id, lctx.n_ctx_seq());
     } catch (const std::exception & err) {
         io.discard();
+        const auto [begin, end] = seq_range(lctx, seq_id);
+        for (llama_seq_id s = begin; s < end; ++s) {
+            llama_kv_beacon::empty(mem, s);  // seq_rm does not find cells with wrong numbers
+        }
         memory_read blob(backup.data);
         read_sequences(lctx, blob, seq_id, 0);
         throw std::runtime_error(beacon_fail("%s; nothing was changed", err.what()));
@@ -448,12 +456,14 @@ void llama_kv_beacon::state_read(llama_io_read_i & io, llama_seq_id seq_id, llam
     st.twin             = get_vector<int32_t>(io, pos_stride);
     st.pos              = get_vector<int32_t>(io, pos_stride);
 
-    const auto has_size = [&](const auto & data) {
-        return data.size() == (st.boundary > 0 ? pos_stride : 0) || data.size() == pos_stride;
-    };
+    const size_t n_known = st.pos.size();  // of all that was compacted, or of nothing
+
     const bool is_sane =
-        has_rows && src < n_stream && head <= kv->v_cells[s].size() && st.boundary >= 0 && has_size(st.carried) &&
-        has_size(st.twin) && has_size(st.pos) &&
+        has_rows && src < n_stream && head <= kv->v_cells[s].size() &&
+        std::adjacent_find(used.begin(), used.end(), std::greater_equal<uint32_t>()) == used.end() &&
+        st.carried.size() == n_known && st.twin.size() == n_known &&
+        (n_known == pos_stride || (n_known == 0 && st.boundary == 0 && st.pos_seen == 0)) && st.boundary >= 0 &&
+        st.pos_seen >= 0 && st.n_pin <= std::max<uint32_t>(params.n_sink, params.budget * params.pin_share) &&
         std::all_of(st.twin.begin(), st.twin.end(), [&](int32_t t) { return t >= -1 && t < (int32_t) params.budget; });
     if (!is_sane) {
         throw std::runtime_error("the saved state is damaged: its parts contradict each other");
@@ -473,16 +483,52 @@ void llama_kv_beacon::state_read(llama_io_read_i & io, llama_seq_id seq_id, llam
     kv->state_read_sinfo(io, seq_id, flags, nullptr, &sinfos);
     kv->v_heads[s] = head;
 
+    if (st.boundary > kv->v_cells[s].seq_pos_max(seq_id) + 1) {
+        throw std::runtime_error("the saved state is damaged: its boundary is beyond its end");
+    }
+
     streams[s] = std::move(st);
     check_invariants(s);
 }
 
-void llama_kv_beacon::check_loaded(llama_seq_id seq_id, uint32_t n_ctx_seq) const {
-    for (uint32_t s = 0; s < n_stream; ++s) {
-        const llama_pos pos_max = kv->v_cells[s].seq_pos_max(s);
-        if ((seq_id < 0 || seq_id == (llama_seq_id) s) && pos_max >= (llama_pos) n_ctx_seq) {
-            throw std::runtime_error(
-                format("the saved sequence has %d tokens, this context takes %u", pos_max + 1, n_ctx_seq));
+// the caches with a table of cells in a memory module
+static std::vector<llama_kv_cache *> list_caches(const llama_memory_i * mem) {
+    const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(mem);
+    const auto * iswa   = dynamic_cast<const llama_kv_cache_iswa *>(mem);
+    if (const auto * m = dynamic_cast<const llama_memory_hybrid_iswa *>(mem)) {
+        iswa = m->get_mem_attn();
+    }
+    if (iswa) {
+        return { iswa->get_base(), iswa->get_swa() };
+    }
+    auto * cache = hybrid ? hybrid->get_mem_attn() : dynamic_cast<const llama_kv_cache *>(mem);
+    return { const_cast<llama_kv_cache *>(cache) };
+}
+
+void llama_kv_beacon::check_loaded(const llama_memory_i * mem, llama_seq_id seq_id, uint32_t n_ctx_seq) {
+    for (const auto * cache : list_caches(mem)) {
+        for (uint32_t s = 0; s < cache->n_stream; ++s) {
+            if (seq_id >= 0 && seq_id != (llama_seq_id) s) {
+                continue;
+            }
+            const auto & cells = cache->v_cells[s];
+            for (uint32_t i = 0; i < cells.size(); ++i) {
+                if (!cells.is_empty(i) && (cells.pos_get(i) < 0 || !cells.seq_has(i, s))) {
+                    throw std::runtime_error("the saved state is damaged: a cell has no position or no sequence");
+                }
+            }
+            if (const llama_pos pos_max = cells.seq_pos_max(s); pos_max >= (llama_pos) n_ctx_seq) {
+                throw std::runtime_error(
+                    format("the saved sequence has %d tokens, this context takes %u", pos_max + 1, n_ctx_seq));
+            }
         }
     }
+}
+
+void llama_kv_beacon::empty(const llama_memory_i * mem, llama_seq_id seq_id) {
+    for (auto * cache : list_caches(mem)) {
+        cache->v_cells[seq_id].reset();
+        cache->v_heads[seq_id] = 0;
+    }
+    reset_stream(find(mem)->streams[seq_id]);
 }

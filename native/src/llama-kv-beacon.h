@@ -96,8 +96,11 @@ class llama_kv_beacon {
     void state_write(llama_io_write_i & io, llama_seq_id seq_id) const;
     void state_read(llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags);
 
-    // throws if a loaded sequence is longer than the context
-    void check_loaded(llama_seq_id seq_id, uint32_t n_ctx_seq) const;
+    // throws if what was loaded into the caches of a module can't be, or is longer than the context
+    static void check_loaded(const llama_memory_i * mem, llama_seq_id seq_id, uint32_t n_ctx_seq);
+
+    // forget a sequence, whatever its cells say
+    static void empty(const llama_memory_i * mem, llama_seq_id seq_id);
 
     // n_new tokens of the sequence come, from position pos on
     void begin_batch(llama_seq_id seq_id, uint32_t n_new, llama_pos pos);
