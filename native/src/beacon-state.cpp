@@ -147,7 +147,9 @@ template <typename T> T get(llama_io_read_i & io) {
 
 template <typename T> void put_vector(llama_io_write_i & io, const std::vector<T> & data) {
     put<uint64_t>(io, data.size());
-    io.write(data.data(), data.size() * sizeof(T));
+    if (!data.empty()) {
+        io.write(data.data(), data.size() * sizeof(T));
+    }
 }
 
 template <typename T> std::vector<T> get_vector(llama_io_read_i & io, size_t n_max) {
@@ -156,7 +158,9 @@ template <typename T> std::vector<T> get_vector(llama_io_read_i & io, size_t n_m
         throw std::runtime_error("a list in the saved state is too long");
     }
     std::vector<T> data(n);
-    io.read(data.data(), n * sizeof(T));
+    if (n > 0) {
+        io.read(data.data(), n * sizeof(T));
+    }
     return data;
 }
 

@@ -475,19 +475,19 @@ void llama_kv_beacon::check_invariants([[maybe_unused]] uint32_t s) const {
     std::vector<int32_t> cells;
     list_cells(s, cells);
 
-    const int32_t n_front = std::min<int32_t>(std::max(params.n_sink, st.n_pin), table.seq_pos_max(s) + 1);
+    const int32_t n_front = std::max(params.n_sink, st.n_pin);
     for (const auto & layer : layers) {
         for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
             int32_t last = -1;
             for (size_t j = 0; j < cells.size(); ++j) {
-                const int32_t pos = pos_true(s, layer, head, cells[j]);
+                const int32_t pos       = pos_true(s, layer, head, cells[j]);
+                const int32_t pos_table = table.pos_get(cells[j]);
 
                 GGML_ASSERT(table.seq_has(cells[j], s) && "no other sequence's cells");
                 GGML_ASSERT(pos > last && "each position once, in order");
                 if (st.boundary > 0) {
-                    GGML_ASSERT(((int32_t) j >= n_front || pos == (int32_t) j) && "sinks and pins stay");
-                    GGML_ASSERT((table.pos_get(cells[j]) >= st.boundary) == (pos >= st.boundary) &&
-                                "the boundary is true");
+                    GGML_ASSERT((pos_table >= n_front || pos_table == pos) && "sinks and pins stay");
+                    GGML_ASSERT((pos_table >= st.boundary) == (pos >= st.boundary) && "the boundary is true");
                 }
                 last = pos;
             }
