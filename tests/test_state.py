@@ -360,6 +360,16 @@ def test_numbers_that_contradict_each_other_are_refused(
         other.decode(random_tokens(100))
 
 
+def test_a_negative_position_is_refused_where_nothing_was_evicted(tiny: Tiny) -> None:
+    with Context(tiny("llama"), bounded(), n_ctx=1024) as ctx, filled(tiny("llama")) as other:
+        ctx.decode(random_tokens(60))
+        section = Section(ctx.save(0))
+        struct.pack_into("<i", section.rest, section.first_cell(), -1000)
+        before = other.save(0)
+        assert not other.load(section.signed(), 0)
+        assert other.save(0) == before
+
+
 def test_flipped_bits_of_a_state_without_checksum_end_no_process(tiny: Tiny) -> None:
     rng = np.random.default_rng(0)
     with Context(tiny("llama"), n_ctx=1024) as stock:

@@ -492,7 +492,9 @@ void llama_kv_beacon::state_read(llama_io_read_i & io, llama_seq_id seq_id, llam
     }
 
     streams[s] = std::move(st);
-    check_invariants(s);
+    if (const char * what = find_contradiction(s)) {
+        throw std::runtime_error(format("the saved state is damaged: %s", what));
+    }
 }
 
 // the caches with a table of cells in a memory module

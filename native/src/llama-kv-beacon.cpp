@@ -462,36 +462,54 @@ void llama_kv_beacon::memory_breakdown(std::map<ggml_backend_buffer_type_t, size
     }
 }
 
-void llama_kv_beacon::check_invariants([[maybe_unused]] uint32_t s) const {
-#ifdef BEACONKV_CHECK
+const char * llama_kv_beacon::find_contradiction(uint32_t s) const {
     const auto & st    = streams[s];
     const auto & table = kv->v_cells[s];
 
-    GGML_ASSERT(table.get_used() <= params.budget);
+    if (table.get_used() > params.budget) {
+        return "more cells than the budget";
+    }
     if (kv->hparams.n_pos_per_embd() > 1) {
-        return;  // patches of an image share a position
+        return nullptr;  // patches of an image share a position
     }
 
     std::vector<int32_t> cells;
     list_cells(s, cells);
 
+    if (!cells.empty() && table.pos_get(cells[0]) < 0) {
+        return "a negative position";
+    }
     const int32_t n_front = std::max(params.n_sink, st.n_pin);
     for (const auto & layer : layers) {
         for (uint32_t head = 0; head < layer.n_head_kv; ++head) {
             int32_t last = -1;
-            for (size_t j = 0; j < cells.size(); ++j) {
-                const int32_t pos       = pos_true(s, layer, head, cells[j]);
-                const int32_t pos_table = table.pos_get(cells[j]);
+            for (const int32_t cell : cells) {
+                const int32_t pos       = pos_true(s, layer, head, cell);
+                const int32_t pos_table = table.pos_get(cell);
 
-                GGML_ASSERT(table.seq_has(cells[j], s) && "no other sequence's cells");
-                GGML_ASSERT(pos > last && "each position once, in order");
-                if (st.boundary > 0) {
-                    GGML_ASSERT((pos_table >= n_front || pos_table == pos) && "sinks and pins stay");
-                    GGML_ASSERT((pos_table >= st.boundary) == (pos >= st.boundary) && "the boundary is true");
+                if (!table.seq_has(cell, s)) {
+                    return "a cell of another sequence";
+                }
+                if (pos <= last) {
+                    return "a head holds a position twice, or out of order";
+                }
+                if (st.boundary > 0 && pos_table < n_front && pos_table != pos) {
+                    return "a sink or a pinned token has moved";
+                }
+                if (st.boundary > 0 && (pos_table >= st.boundary) != (pos >= st.boundary)) {
+                    return "the boundary is wrong";
                 }
                 last = pos;
             }
         }
+    }
+    return nullptr;
+}
+
+void llama_kv_beacon::check_invariants([[maybe_unused]] uint32_t s) const {
+#ifdef BEACONKV_CHECK
+    if (const char * what = find_contradiction(s)) {
+        GGML_ABORT("sequence %u: %s", s, what);
     }
 #endif
 }

@@ -204,7 +204,10 @@ class llama_kv_beacon {
     // what a stream has in device memory besides K and V, [.., n_stream]
     std::vector<ggml_tensor *> stream_tensors() const;
 
-    // debug builds (BEACONKV_CHECK): aborts where the table and the heads contradict what this file promises
+    // where the table and the heads of a stream contradict what this file promises; nullptr: nowhere
+    const char * find_contradiction(uint32_t s) const;
+
+    // debug builds (BEACONKV_CHECK): aborts then
     void check_invariants(uint32_t s) const;
 
     // cells of stream s in the order of their positions
