@@ -64,8 +64,8 @@ def tool(name: str) -> str:
 def build(kind: str, folder: Path, jobs: int) -> None:
     """Build libllama and ggml with a sanitizer."""
     flags = f"-fsanitize={FLAGS[kind]} -fno-omit-frame-pointer -DBEACONKV_CHECK"
-    # -O1 for stacks that can be read. Without C's assertions, as the release: tests load states with
-    # wrong numbers, which llama.cpp asserts and we refuse
+    # -O1 for stacks that can be read. Without C's assertions, as the release: tests load states
+    # with wrong numbers, which llama.cpp asserts and we refuse
     defined = {
         "CMAKE_BUILD_TYPE": "RelWithDebInfo",
         "CMAKE_MAKE_PROGRAM": tool("ninja"),
