@@ -338,7 +338,7 @@ class Llama(llama_cpp.Llama):
                 self.n_tokens = 0
             n_reused = self.n_tokens
             prompt, self._prompt = self._prompt, None
-            if tokens:
+            if len(tokens) > 0:  # an array too
                 self._requires_eval = True  # until they are evaluated: the logits are others'
             # What is evicted while a prompt is read depends on where its batches begin: not on
             # how much of it was there already.

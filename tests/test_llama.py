@@ -167,6 +167,14 @@ def test_eval_beyond_the_context_is_refused_and_changes_nothing(
         assert write(llm, "Still", max_tokens=4)["usage"]["completion_tokens"] == 4
 
 
+def test_eval_takes_arrays(model_path: Path) -> None:
+    tokens = np.arange(3, 203)
+    with load(model_path, kv_budget=BUDGET) as llm, load(model_path, kv_budget=BUDGET) as other:
+        llm.eval(tokens)
+        other.eval(tokens.tolist())
+        assert llm.sample(temp=0.0) == other.sample(temp=0.0)
+
+
 def test_context_that_is_no_multiple_of_256(model_path: Path) -> None:
     with load(model_path, n_ctx=300) as llm:
         result = write(llm, "Once", max_tokens=None)
