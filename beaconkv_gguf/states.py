@@ -160,7 +160,7 @@ class Snapshot:
     """Sequence 0 as it was at the end of a prompt."""
 
     tokens: npt.NDArray[np.int32]  # [n_tokens]
-    boundary: int  # first position from which every head holds every token
+    boundary: int  # first position to which it can be cut back
     state: bytes
 
     def n_reusable(self, tokens: npt.NDArray[np.int32]) -> int:
@@ -202,7 +202,9 @@ class Snapshots:
             del self._items[0]
         data = (ctypes.c_uint8 * size)()
         if llama_cpp.llama_state_seq_get_data(self._ctx, data, size, 0) == size:
-            boundary = _native.boundary(self._ctx, 0)
+            # windows and recurrent states are saved for the end of the sequence alone
+            is_plain = _native.stats(self._ctx, 0)["bytes_other"] == 0
+            boundary = _native.boundary(self._ctx, 0) if is_plain else len(tokens)
             self._items.append(Snapshot(tokens.copy(), boundary, bytes(data)))
 
     def best(self, tokens: npt.NDArray[np.int32]) -> tuple[int, Snapshot | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -25,6 +26,14 @@ def _log(level: int, text: bytes, _user_data: Any) -> None:
 _listeners: list[list[str]] = []
 llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
 llama_cpp.llama_backend_init()
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """Environment of another Python that is to import the package that is tested here."""
+    root = str(Path(_library.__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    library = str(_library.library_dir())
+    return {**os.environ, "PYTHONPATH": path, "BEACONKV_LIB_DIR": library, **variables}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from beaconkv_gguf import Aborted, Llama, llama_cpp, states
-from native import Context, Model, budget, random_tokens
+from native import Context, Model, budget, child_environment, random_tokens
 
 BUDGET = 384
 Tiny = Callable[[str], Model]
@@ -188,6 +188,8 @@ def test_a_keyboard_interrupt_stops_and_the_next_call_works(smollm2_path: Path) 
     folder = str(Path(__file__).parent)
     with subprocess.Popen(
         [sys.executable, "-c", _INTERRUPT, str(smollm2_path), folder],
+        cwd=Path(__file__).parent,  # not where the sources of the package are
+        env=child_environment(),
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -290,8 +292,9 @@ def test_a_second_thread_gets_an_error_and_the_first_its_answer(slow: Llama) -> 
         reply.append(
             slow.create_completion(
                 "One, two,",
-                max_tokens=60,
+                max_tokens=400,
                 temperature=0.0,
+                logit_bias={slow.token_eos(): -100.0, 0: -100.0},
                 stopping_criteria=llama_cpp_criteria(stop_or_go),
             )
         )

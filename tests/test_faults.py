@@ -6,7 +6,6 @@ processes of their own.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 from beaconkv_gguf import _library
+from native import child_environment
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="preloading is done as on Linux"
@@ -75,7 +75,8 @@ def run(faults: Path, tiny_path: Callable[[str], Path]) -> Callable[[str], str]:
     def run(script: str, model: str = "llama") -> str:
         done = subprocess.run(
             [sys.executable, "-c", _PREAMBLE + script, str(tiny_path(model)), str(HERE), faults],
-            env={**os.environ, "LD_PRELOAD": str(faults)},
+            env=child_environment(LD_PRELOAD=str(faults)),
+            cwd=HERE,  # not where the sources of the package are
             capture_output=True,
             text=True,
         )
@@ -233,7 +234,11 @@ with Llama(sys.argv[1], **small) as llm:
 
 def test_a_budget_beyond_the_memory_is_an_error(tiny_path: Callable[[str], Path]) -> None:
     done: Any = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(tiny_path("llama"))], capture_output=True, text=True
+        [sys.executable, "-c", _LIMITED, str(tiny_path("llama"))],
+        cwd=HERE,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -21,9 +21,10 @@ from beaconkv_gguf import (
     LlamaDiskCache,
     LlamaRAMCache,
     LlamaState,
+    _native,
 )
 from beaconkv_gguf.states import _FIELDS, Snapshots, common_prefix
-from native import random_tokens
+from native import child_environment, random_tokens
 
 BUDGET = 384  # a prompt of up to 96 tokens is pinned
 SETTINGS = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
@@ -178,6 +179,19 @@ def test_models_with_a_second_memory_give_the_cold_answer(
         assert llm.kv_stats().n_reused == 500
         # its last token alone instead of in a batch: the same but for rounding
         assert write(llm, prompt, 10) == first[:10]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+def test_what_can_go_back_in_place_is_not_given_up_for_a_snapshot(
+    name: str, tiny_path: Callable[[str], Path]
+) -> None:
+    prompt = random_tokens(500)
+    with load(tiny_path(name)) as llm:
+        write(llm, [*prompt, 7, 8, 9, 10], 3)
+        can_go_back = _native.can_seq_rm(llm.ctx, 0, 500, -1)
+        write(llm, [*prompt, 7, 8, 5, 6], 3)  # two tokens more are the same
+        assert llm.kv_stats().n_reused == (502 if can_go_back else 0)
+        assert can_go_back == (name == "gemma3")
 
 
 STRIPPING = (
@@ -469,6 +483,8 @@ def test_a_full_disk_leaves_the_old_file_and_the_context(model_path: Path, tmp_p
     folder = str(Path(__file__).parent)
     done = subprocess.run(
         [sys.executable, "-c", _FULL_DISK, str(model_path), str(tmp_path / "state"), folder],
+        cwd=Path(__file__).parent,  # not where the sources of the package are
+        env=child_environment(),
         capture_output=True,
         text=True,
         check=True,

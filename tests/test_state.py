@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 
 from beaconkv_gguf import _native, llama_cpp
-from native import Context, Model, budget, log, random_tokens
+from native import Context, Model, budget, child_environment, log, random_tokens
 
 Tiny = Callable[[str], Model]
 
@@ -186,6 +186,8 @@ def test_a_state_outlives_the_process(
                 str(logits),
                 str(Path(__file__).parent),
             ],
+            cwd=Path(__file__).parent,  # not where the sources of the package are
+            env=child_environment(),
             check=True,
         )
         np.testing.assert_array_equal(ctx.step(random_tokens(100, seed=3)), np.load(logits))
