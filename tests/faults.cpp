@@ -5,6 +5,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <cstring>
 
 static const char * g_name = "";
@@ -26,7 +27,7 @@ static bool fails(const char * name) {
 
 // RTLD_NEXT does not see libraries that were opened in a scope of their own
 template <typename F> static F * next(const char * name) {
-    static void * ggml = dlopen("libggml-base.so.0", RTLD_LAZY | RTLD_NOLOAD);
+    static void * ggml = dlopen(getenv("FAULTS_GGML"), RTLD_LAZY | RTLD_NOLOAD);
     return (F *) dlsym(ggml, name);
 }
 

@@ -75,7 +75,9 @@ def run(faults: Path, tiny_path: Callable[[str], Path]) -> Callable[[str], str]:
     def run(script: str, model: str = "llama") -> str:
         done = subprocess.run(
             [sys.executable, "-c", _PREAMBLE + script, str(tiny_path(model)), str(HERE), faults],
-            env=child_environment(LD_PRELOAD=str(faults)),
+            env=child_environment(
+                LD_PRELOAD=str(faults), FAULTS_GGML=str(_library.library_path("ggml-base"))
+            ),
             cwd=HERE,  # not where the sources of the package are
             capture_output=True,
             text=True,
