@@ -118,30 +118,19 @@ print(n)
     assert int(out) >= 1
 
 
-def test_a_score_graph_without_memory_leaves_everything(run: Callable[..., str]) -> None:
+@pytest.mark.parametrize(("function", "status"), [("alloc_graph", -2), ("compute", -3)])
+def test_a_score_graph_that_fails_leaves_everything(
+    function: str, status: int, run: Callable[..., str]
+) -> None:
     run(
-        """
+        f"""
 with full() as ctx, full() as other:
     before = facts(ctx)
     for _ in range(3):
-        arm("alloc_graph")
-        assert ctx.try_decode({0: [9]}) == -2
+        arm("{function}")
+        assert ctx.try_decode({{0: [9]}}) == {status}
         assert "score graph of a compaction failed" in _native.last_error()
         assert facts(ctx) == before
-    assert_same_future(ctx, other)
-"""
-    )
-
-
-def test_a_score_graph_that_fails_leaves_everything(run: Callable[..., str]) -> None:
-    run(
-        """
-with full() as ctx, full() as other:
-    before = facts(ctx)
-    arm("compute")
-    assert ctx.try_decode({0: [9]}) == -3
-    assert "score graph of a compaction failed" in _native.last_error()
-    assert facts(ctx) == before
     assert_same_future(ctx, other)
 """
     )
