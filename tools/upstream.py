@@ -39,7 +39,7 @@ KEPT = (
     "vendor",
 )
 DROPPED = ("tools/ui", "tools/mtmd/legacy-models", "tools/mtmd/tests", "tools/server/tests")
-KEPT_ANYWAY = ("tools/ui/CMakeLists.txt",)
+KEPT_ANYWAY = ("tools/ui/CMakeLists.txt", "tools/ui/ui.cpp.in", "tools/ui/ui.h.in")
 
 
 class UpstreamError(RuntimeError):

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <cpp-httplib/httplib.h>
+
+#include <set>
+#include <string>
+
+struct common_params;
+
+// Page files that a browser has to get before it can send an API key: what is in params.public_path.
+std::set<std::string> beacon_page_paths(const common_params & params);
+
+// With --cors-origins localhost: refuses what a web page from elsewhere asks for, which upstream runs and only hides the
+// answer of, and names that were made to point here (DNS rebinding). False: res is the answer.
+bool beacon_http_allow(const common_params & params, const httplib::Request & req, httplib::Response & res);

@@ -1,0 +1,70 @@
+#pragma once
+
+#include "beaconkv.h"
+#include "json.h"
+#include "llama.h"
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+using json = common_json;
+
+struct common_params;
+
+// A KV budget in llama-server: what server-context.cpp calls.
+
+// Contexts of this thread live in the budget of params while it exists; without one it does nothing. False, and a line
+// in the log, where the settings can't be.
+class beacon_scope {
+  public:
+    explicit beacon_scope(common_params & params);
+    ~beacon_scope();
+
+    beacon_scope(const beacon_scope &)             = delete;
+    beacon_scope & operator=(const beacon_scope &) = delete;
+
+    explicit operator bool() const { return ok; }
+
+  private:
+    bool ok    = true;
+    bool begun = false;
+};
+
+// A prompt shares its first tokens, up to position pos, with what sequence seq_id holds. Can the cache be cut there? A
+// bounded one can't where that was compacted.
+bool beacon_can_cut(const llama_context * ctx, llama_seq_id seq_id, llama_pos pos);
+
+// The last position up to pos where the cache can be cut without a checkpoint: the end of the pinned front, or 0.
+llama_pos beacon_pinned_cut(const llama_context * ctx, llama_seq_id seq_id, llama_pos pos);
+
+// What the slots hold. Written by the thread that decodes, between two batches, and read by any.
+class beacon_board {
+  public:
+    void update(const llama_context * ctx);
+
+    // of one slot; n_seq_max is 0 before the first update
+    beacon_stats slot(int id) const;
+
+    // settings and slots, for /props
+    json props() const;
+
+    // gauges and counters in Prometheus' text format, for /metrics
+    std::string metrics() const;
+
+  private:
+    mutable std::mutex mutex;
+
+    beacon_params             params = {};
+    std::vector<beacon_stats> slots;
+
+    // summed up over what a slot forgets when it is cleared
+    uint64_t n_compact = 0;
+    uint64_t n_evicted = 0;
+};
+
+// for timings and /slots: tokens, cells and bytes of one slot
+json beacon_to_json(const beacon_stats & stats);
+
+// an error as clients of OpenAI know it: the code of a prompt that is too long is a name
+json beacon_openai_error(json error);
