@@ -81,3 +81,20 @@ bool beacon_http_allow(const common_params & params, const httplib::Request & re
         "application/json; charset=utf-8");
     return false;
 }
+
+void beacon_http_explain(httplib::Response & res) {
+    if (res.status < 400 || !res.body.empty()) {
+        return;
+    }
+    const common_json error = {
+        { "message", httplib::status_message(res.status)                         },
+        { "type",    res.status < 500 ? "invalid_request_error" : "server_error" },
+        { "code",    res.status                                                  },
+    };
+    res.set_content(
+        common_json{
+            { "error", error }
+    }
+            .dump(),
+        "application/json; charset=utf-8");
+}

@@ -13,3 +13,6 @@ std::set<std::string> beacon_page_paths(const common_params & params);
 // With --cors-origins localhost: refuses what a web page from elsewhere asks for, which upstream runs and only hides the
 // answer of, and names that were made to point here (DNS rebinding). False: res is the answer.
 bool beacon_http_allow(const common_params & params, const httplib::Request & req, httplib::Response & res);
+
+// A body for an error that has none, such as httplib's own 413.
+void beacon_http_explain(httplib::Response & res);

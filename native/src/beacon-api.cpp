@@ -87,6 +87,9 @@ static const char * reason_to_decline(const llama_model & model, const llama_con
     if (params.n_seq_max > 1 && params.kv_unified) {
         return "several sequences need caches of their own (kv_unified = false)";
     }
+    if (params.embeddings) {
+        return "embeddings are asked for, which need all tokens";
+    }
     if (params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
         return "flash attention is off or not to be had for it";
     }

@@ -48,10 +48,12 @@ uint64_t checksum(const void * data, size_t size, uint64_t seed = 0xcbf29ce48422
 }
 
 // Collects a blob in memory. With a target the tensors go there and the bytes stay here: the target keeps their data
-// on the device.
+// on the device. For one who counts, tensors are not read.
 class memory_write : public llama_io_write_i {
   public:
-    explicit memory_write(llama_io_write_i * target = nullptr) : target(target) {}
+    explicit memory_write(llama_io_write_i * target = nullptr, bool counting = false) :
+        target(target),
+        counting(counting) {}
 
     void write(const void * src, size_t size) override {
         const auto * bytes = (const uint8_t *) src;
@@ -63,16 +65,22 @@ class memory_write : public llama_io_write_i {
             target->write_tensor(tensor, offset, size);
             return;
         }
+        if (counting) {
+            n_counted += size;
+            return;
+        }
         data.resize(data.size() + size);
         ggml_backend_tensor_get(tensor, data.data() + data.size() - size, offset, size);
     }
 
-    size_t n_bytes() override { return data.size(); }
+    size_t n_bytes() override { return data.size() + n_counted; }
 
     std::vector<uint8_t> data;
 
   private:
     llama_io_write_i * target;
+    bool               counting;
+    size_t             n_counted = 0;
 };
 
 class memory_read : public llama_io_read_i {
@@ -283,7 +291,7 @@ void beacon_state_write(llama_context & lctx, llama_io_write_i & io, llama_seq_i
     lctx.synchronize();
     lctx.memory_update(false);  // copies of sequences that wait
 
-    memory_write payload(flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE ? &io : nullptr);
+    memory_write payload(flags & LLAMA_STATE_SEQ_FLAGS_ON_DEVICE ? &io : nullptr, io.is_counting());
     write_sequences(lctx, payload, seq_id, flags);
 
     const auto fields = encode(make_fingerprint(lctx, *beacon));
@@ -292,9 +300,9 @@ void beacon_state_write(llama_context & lctx, llama_io_write_i & io, llama_seq_i
     put(io, STATE_VERSION);
     put<int32_t>(io, seq_id < 0 ? -1 : 0);
     put_vector(io, fields);
-    put<uint64_t>(io, payload.data.size());
+    put<uint64_t>(io, payload.n_bytes());
     put(io, checksum(payload.data.data(), payload.data.size(), checksum(fields.data(), fields.size())));
-    io.write(payload.data.data(), payload.data.size());
+    io.write(payload.data.data(), payload.n_bytes());
 }
 
 void beacon_state_read(llama_context & lctx, llama_io_read_i & io, llama_seq_id seq_id, llama_state_seq_flags flags) {
