@@ -17,6 +17,7 @@ from ._guard import Aborted as Aborted
 from ._native import BeaconError as BeaconError
 from .config import BeaconConfig as BeaconConfig
 from .llama import Llama as Llama
+from .server import Server as Server
 from .states import LlamaState as LlamaState
 from .stats import KVStats as KVStats
 

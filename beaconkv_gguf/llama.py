@@ -39,7 +39,7 @@ CACHE_TYPES = {
     "q4_0": 2,
     "iq4_nl": 20,
 }
-_FLOAT_TYPES = {CACHE_TYPES[name] for name in ("f32", "f16", "bf16")}
+FLOAT_TYPES = {CACHE_TYPES[name] for name in ("f32", "f16", "bf16")}
 
 
 @contextlib.contextmanager
@@ -227,7 +227,7 @@ class Llama(llama_cpp.Llama):
             model_path, kwargs.get("kv_overrides"), halves=llama_cpp.llama_supports_gpu_offload()
         )
         if kv_budget is not None and n_ctx == 0:
-            n_ctx = _n_ctx_train(model_path)
+            n_ctx = n_ctx_train(model_path)
         type_k = cache_type("type_k", type_k)
         type_v = cache_type("type_v", type_v)
         if isinstance(kv_budget, str) and kv_budget == "auto":
@@ -264,17 +264,10 @@ class Llama(llama_cpp.Llama):
                     f"flash attention on, n_batch {n_batch}",
                     file=sys.stderr,
                 )
-        elif type_v not in (None, *_FLOAT_TYPES) and not flash_attn:
+        elif type_v not in (None, *FLOAT_TYPES) and not flash_attn:
             raise ValueError("a quantised type_v needs flash attention: pass flash_attn=True")
 
-        if n_gpu_layers != 0 and not llama_cpp.llama_supports_gpu_offload():
-            warnings.warn(
-                f"n_gpu_layers={n_gpu_layers} has no effect: no GPU backend is compiled in, or it "
-                "found no device. The model runs on the CPU. 'beaconkv-gguf info' shows both.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
+        warn_without_gpu(n_gpu_layers, stacklevel=3)
         try:
             with _load_errors(model_path, self.kv_budget), scope:
                 super().__init__(
@@ -763,7 +756,18 @@ def cache_type(name: str, value: int | str | None) -> int | None:
     return number
 
 
-def _n_ctx_train(model_path: str) -> int:
+def warn_without_gpu(n_gpu_layers: int, stacklevel: int) -> None:
+    """Say so where `n_gpu_layers` asks for what is not there."""
+    if n_gpu_layers != 0 and not llama_cpp.llama_supports_gpu_offload():
+        warnings.warn(
+            f"n_gpu_layers={n_gpu_layers} has no effect: no GPU backend is compiled in, or it "
+            "found no device. The model runs on the CPU. 'beaconkv-gguf info' shows both.",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def n_ctx_train(model_path: str) -> int:
     """Context length that a model was trained with, out of its metadata alone."""
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True

@@ -4,4 +4,5 @@ from PyInstaller.utils.hooks import collect_data_files, collect_dynamic_libs
 
 # Everything keeps its folder below the package: __file__ leads there in a frozen program as well.
 binaries = collect_dynamic_libs("beaconkv_gguf")
-datas = collect_data_files("beaconkv_gguf", includes=["include/*.h", "licenses/*"])
+binaries += collect_data_files("beaconkv_gguf", includes=["lib/llama-server*"])
+datas = collect_data_files("beaconkv_gguf", includes=["include/*.h", "licenses/*", "page/**"])

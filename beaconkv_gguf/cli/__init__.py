@@ -2,7 +2,7 @@
 
 import typer
 
-from . import bench, fidelity, fit, info, run
+from . import bench, chat, fidelity, fit, info, run, serve
 
 app = typer.Typer(
     help="llama.cpp with a bounded KV cache for long reasoning.",
@@ -12,6 +12,8 @@ app = typer.Typer(
 )
 
 app.command()(run.run)
+app.command()(chat.chat)
+app.command(cls=serve.PassesRestOn)(serve.serve)
 app.command()(fidelity.fidelity)
 app.command()(bench.bench)
 app.command()(fit.fit)

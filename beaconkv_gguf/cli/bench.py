@@ -2,11 +2,10 @@
 
 import json
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Optional
 
 import typer
 from rich import box
@@ -18,7 +17,14 @@ from rich.text import Text
 from .. import bench as library
 from ..plots import check_plot
 from ..stats import MIB
-from .common import errors, fetch_default_model, one_line_errors, parse_budget, parse_type
+from .common import (
+    errors,
+    fetch_default_model,
+    one_line_errors,
+    one_line_warnings,
+    parse_budget,
+    parse_type,
+)
 
 
 def bench(
@@ -86,7 +92,7 @@ def bench(
     if None in budgets:
         raise typer.BadParameter("the full cache is always measured: leave --kv-budget off out")
     try:
-        with one_line_errors(), _warnings():
+        with one_line_errors(), one_line_warnings():
             if plot is not None:
                 check_plot(plot)
             path = model if model is not None else fetch_default_model()
@@ -119,19 +125,6 @@ def bench(
     except KeyboardInterrupt:
         errors.print("interrupted")
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def _warnings() -> Iterator[None]:
-    """Warnings are one line on stderr, when they come."""
-
-    def show(message: Any, *_: Any) -> None:
-        errors.print(Text(f"warning: {message}", style="yellow"))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", RuntimeWarning)
-        warnings.showwarning = show  # type: ignore[assignment]
-        yield
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What the commands share."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Union
@@ -21,10 +22,25 @@ def one_line_errors() -> Iterator[None]:
     """An expected failure is one line on stderr and exit code 1."""
     try:
         yield
+    except typer.Exit:  # a RuntimeError, but no failure
+        raise
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         errors.print(Text(f"error: {message}", style="bold red"))
         raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Warnings are one line on stderr, when they come."""
+
+    def show(message: Any, *_: Any) -> None:
+        errors.print(Text(f"warning: {message}", style="yellow"))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RuntimeWarning)
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield
 
 
 def parse_budget(text: str) -> KVBudget:

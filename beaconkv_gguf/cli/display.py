@@ -77,7 +77,7 @@ class TerminalDisplay(contextlib.AbstractContextManager["TerminalDisplay"]):
             cut = cut if cut > 0 else width
             self._console.print(Text(self._line[:cut]))
             self._line = self._line[cut:].lstrip(" ")
-        self._live.update(Group(Text(self._line), _panel(stats, rate)))
+        self._live.update(Group(Text(self._line), panel(stats, rate)))
 
     def finish(self, summary: str) -> None:
         self._live.update(Text(self._line))
@@ -87,7 +87,7 @@ class TerminalDisplay(contextlib.AbstractContextManager["TerminalDisplay"]):
         self._console.print(Panel(Text(summary), title="beaconkv", border_style="cyan"))
 
 
-def _panel(stats: KVStats, rate: float) -> Panel:
+def panel(stats: KVStats, rate: float) -> Panel:
     """Bars of the logical context, the cells and the memory."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(justify="right", style="cyan")
