@@ -95,6 +95,9 @@ BEACON_API const char * beacon_version(void);
 // message of the calling thread's last failed call; "" if none. Valid until its next failure.
 BEACON_API const char * beacon_last_error(void);
 
+// Forget it, where a call of llama.cpp's own follows whose failure may have a message here.
+BEACON_API void beacon_clear_error(void);
+
 // Name of a policy; NULL from the first number on that is none.
 BEACON_API const char * beacon_policy_name(int32_t policy);
 

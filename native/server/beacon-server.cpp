@@ -4,6 +4,7 @@
 #include "log.h"
 
 #include <algorithm>
+#include <limits>
 
 // a checkpoint holds all cells of a slot, so upstream's default of 32 would fill the memory that a budget saves
 static constexpr int N_CHECKPOINTS = 4;
@@ -40,6 +41,18 @@ llama_pos beacon_pinned_cut(const llama_context * ctx, llama_seq_id seq_id, llam
     }
     pos = std::min<llama_pos>(pos, stats.n_pinned);
     return beacon_can_seq_rm(ctx, seq_id, pos, -1) ? pos : 0;
+}
+
+int32_t beacon_draft_max(const llama_context * ctx) {
+    if (!beacon_enabled(ctx)) {
+        return std::numeric_limits<int32_t>::max();
+    }
+    return (int32_t) (llama_n_batch(ctx) / llama_n_seq_max(ctx)) - 1;  // and the token before the draft
+}
+
+std::string beacon_explain(const char * message) {
+    const std::string reason = beacon_last_error();
+    return reason.empty() ? message : message + (": " + reason);
 }
 
 void beacon_board::update(const llama_context * ctx) {

@@ -38,6 +38,12 @@ bool beacon_can_cut(const llama_context * ctx, llama_seq_id seq_id, llama_pos po
 // The last position up to pos where the cache can be cut without a checkpoint: the end of the pinned front, or 0.
 llama_pos beacon_pinned_cut(const llama_context * ctx, llama_seq_id seq_id, llama_pos pos);
 
+// Tokens that a draft may have, so that those of all slots fit a batch: a small budget has small ones.
+int32_t beacon_draft_max(const llama_context * ctx);
+
+// Why a state was refused, after what upstream says; beacon_clear_error comes before the state is read.
+std::string beacon_explain(const char * message);
+
 // What the slots hold. Written by the thread that decodes, between two batches, and read by any.
 class beacon_board {
   public:

@@ -198,6 +198,10 @@ const char * beacon_last_error(void) {
     return g_last_error.c_str();
 }
 
+void beacon_clear_error(void) {
+    g_last_error.clear();
+}
+
 const char * beacon_policy_name(int32_t policy) {
     const auto * impl = beacon_policy_get(policy);
     return impl ? impl->name : nullptr;
