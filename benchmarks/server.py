@@ -19,12 +19,13 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import socket
-from typing import Any, Iterator
+from typing import Any
 
 import psutil
 
@@ -68,7 +69,10 @@ def serving(program: Path, arguments: list[str]) -> Iterator[tuple[str, psutil.P
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [str(program), "--port", str(port), *arguments]
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as server,
+    ):
         url = f"http://127.0.0.1:{port}"
         try:
             while True:
@@ -111,7 +115,9 @@ def measure(program: Path, arguments: list[str], parallel: int, n_tokens: int) -
             while not done.wait(0.5):
                 slots = ask(url, "slots")
                 held.extend(slot.get("beaconkv", {}).get("n_held", 0) for slot in slots)
-                written = sum(slot["next_token"][0]["n_decoded"] for slot in slots if "next_token" in slot)
+                written = sum(
+                    slot["next_token"][0]["n_decoded"] for slot in slots if "next_token" in slot
+                )
                 memory.append((written, process.memory_info().rss))
 
         watcher = threading.Thread(target=watch)

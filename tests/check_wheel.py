@@ -50,10 +50,11 @@ def build_requirements() -> list[str]:
 
 
 def check_contents(wheel: Path) -> None:
-    """The wheel holds the Python files, the libraries once each, one header and the licences."""
+    """The wheel holds the Python files, the libraries once each, the server, its page, licences."""
     assert re.fullmatch(r"beaconkv_gguf-[^-]+-py3-none-\w+\.whl", wheel.name), wheel.name
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        modes = {info.filename: info.external_attr >> 16 for info in archive.infolist()}
     extension = {"linux": ".so", "darwin": ".dylib", "win32": ".dll"}[sys.platform]
     prefix = "" if sys.platform == "win32" else "lib"
     folders: dict[str, list[str]] = {}
@@ -66,15 +67,22 @@ def check_contents(wheel: Path) -> None:
     libraries = folders["beaconkv_gguf/lib"]
     for name in ("llama", "ggml", "ggml-base"):
         assert f"{prefix}{name}{extension}" in libraries, libraries
-    assert all(name.endswith(extension) for name in libraries), libraries
+    server = "llama-server.exe" if sys.platform == "win32" else "llama-server"
+    assert server in libraries, libraries
+    assert sys.platform == "win32" or modes[f"beaconkv_gguf/lib/{server}"] & 0o111 == 0o111
+    assert all(name.endswith(extension) for name in libraries if name != server), libraries
+    assert "index.html" in folders["beaconkv_gguf/page"]
+    vendored = [name for name in folders if name.startswith("beaconkv_gguf/page/vendor/")]
+    for name in {"/".join(name.split("/")[:4]) for name in vendored}:
+        assert any(file.startswith("LICENSE") for file in folders[name]), name
     print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB, {len(names)} files")
 
 
 def check_run_paths(folder: Path) -> None:
-    """Libraries look for each other in their own folder, and open no connections."""
+    """Libraries and the server look for each other in their own folder, and call nobody."""
     if shutil.which("readelf") is None:
         return
-    for library in folder.glob("*.so"):
+    for library in folder.iterdir():
         command = ["readelf", "--dynamic", str(library)]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert re.findall(r"(?:RUNPATH|RPATH).*\[(.*)\]", text) == ["$ORIGIN"], text
@@ -105,7 +113,7 @@ def main() -> None:
         pip = (*without_network(), programs / "python", "-m", "pip")
         run(*pip, "install", "--no-cache-dir", sdist, cwd=folder, CMAKE_ARGS=arguments, **offline)
         run(programs / "python", "-c", IMPORT, cwd=folder)
-        run(programs / "beaconkv-gguf", "--help", cwd=folder)
+        run(programs / "beaconkv-gguf", "serve", "--help", cwd=folder)
         for lib in (folder / "venv").rglob("beaconkv_gguf/lib"):
             check_run_paths(lib)
     print("check_wheel: passed")

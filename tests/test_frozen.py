@@ -20,10 +20,16 @@ pytestmark = pytest.mark.slow
 BUDGET = 256
 
 PROGRAM = """
-import dataclasses, json, os, sys
-from beaconkv_gguf import Llama
+import dataclasses, json, os, sys, urllib.request
+from beaconkv_gguf import Llama, Server
 
-path, budget = sys.argv[1:]
+path, budget, *rest = sys.argv[1:]
+if rest == ["serve"]:
+    with Server(path, n_ctx=512, kv_budget=int(budget), threads=1) as server:
+        page = urllib.request.urlopen(server.url).read().decode()
+        slots = json.load(urllib.request.urlopen(f"{server.url}/slots"))
+    print(json.dumps({"page": page, "slots": slots, "code": server.poll()}))
+    sys.exit()
 llm = Llama(
     path, n_ctx=512, kv_budget=int(budget), n_threads=1, n_threads_batch=1, verbose=False
 )
@@ -112,14 +118,26 @@ def test_frozen_program_computes_what_its_source_does(
     if sys.platform == "linux":
         # each once, out of the program: a second copy of ggml would have backends of its own
         collected = Path(frozen["home"], "beaconkv_gguf", "lib")
-        names = [path.name for path in _library.library_dir().iterdir()]
+        names = [path.name for path in _library.library_dir().iterdir() if "ggml" in path.name]
+        names.append(_library.library_path("llama").name)
         assert frozen["libraries"] == sorted(str(collected / name) for name in names)
+
+
+@pytest.mark.parametrize("kind", ["app/folder", "file"])
+def test_frozen_program_serves(folder: Path, tiny_path: Callable[[str], Path], kind: str) -> None:
+    suffix = ".exe" if sys.platform == "win32" else ""
+    system = {name: os.environ[name] for name in ("SYSTEMROOT", "TEMP") if name in os.environ}
+    program = folder / "dist" / f"{kind}{suffix}"
+    served = answer(program, tiny_path("llama"), str(BUDGET), "serve", **system)
+    assert "<title>" in served["page"]
+    assert [slot["beaconkv"]["budget"] for slot in served["slots"]] == [BUDGET]
+    assert served["code"] == 0
 
 
 def test_frozen_program_holds_the_libraries_once(folder: Path) -> None:
     collected = folder / "dist" / "app" / "_internal" / "beaconkv_gguf"
     package = Path(_library.__file__).parent
-    for name in ("lib", "include", "licenses"):
+    for name in ("lib", "include", "licenses", "page"):
         found = sorted(path.name for path in (collected / name).iterdir())
         assert found == sorted(path.name for path in (package / name).iterdir())
     for library in (collected / "lib").iterdir():

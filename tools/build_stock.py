@@ -1,6 +1,6 @@
 """Build llama.cpp from the same sources without our patches, with llama-bench.
 
-    python tools/build_stock.py [--out FOLDER] [--without-bench]
+    python tools/build_stock.py [--out FOLDER] [--without-bench] [--server]
 
 The tests for parity and the benchmarks compare with it: they look for the libraries in
 BEACONKV_STOCK_LIB_DIR, which is FOLDER/bin. CMAKE_ARGS passes through as in the package's build.
@@ -25,6 +25,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "stock")
     parser.add_argument("--without-bench", action="store_true", help="takes half the time")
+    parser.add_argument(
+        "--server", action="store_true", help="llama-server too, for benchmarks/server.py"
+    )
     options = parser.parse_args()
     out = options.out.resolve()
     # cmake and ninja may be the ones of this interpreter's environment.
@@ -37,7 +40,9 @@ def main() -> None:
     if ninja := shutil.which("ninja", path=search):
         configure += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     configure += shlex.split(os.environ.get("CMAKE_ARGS", ""))
-    targets = ["beaconkv-stock"] if options.without_bench else ["beaconkv-stock", "llama-bench"]
+    targets = ["beaconkv-stock"]
+    targets += [] if options.without_bench else ["llama-bench"]
+    targets += ["llama-server"] if options.server else []
     build = [cmake, "--build", str(out), "--config", "Release", "--target", *targets]
     build += ["--parallel", str(os.cpu_count() or 1)]
     for command in (configure, build):
