@@ -13,8 +13,8 @@
 #include <map>
 #include <numeric>
 
-// A softmax of cosines at this scale picks the highest. Among those within 32*n/scale of it the steps decide: the
-// newest, and one alone. (Both are far above the rounding of a float at the scale.)
+// Cosines are compared at this scale, by an argmax or by a softmax, which picks the highest there. Among those within
+// 32*n/scale of it the steps decide: the newest, and one alone. (Both are far above the rounding of a float at the scale.)
 static constexpr float MAX_SCALE = 1e8f;
 static constexpr float MAX_STEP  = 32.0f;
 
@@ -120,10 +120,10 @@ struct score_builder {
     ggml_tensor * future      = nullptr;          // I32 [N_FUTURE] positions
     ggml_tensor * mask_sinks  = nullptr;          // F32 [n]
     ggml_tensor * ones        = nullptr;          // F32 [n_probe]
-    ggml_tensor * unscale     = nullptr;          // F32 [n_newer]
     ggml_tensor * mask_newer  = nullptr;          // F32 [n_newer, n]
 
     std::map<int64_t, ggml_tensor *> eyes;        // by n_embd_head: F32 [n_embd_head, n_embd_head]
+    std::map<int64_t, ggml_tensor *> unscale;     // by n_embd_head_k + n_embd_head_v, d: F32 [d]
     std::map<int64_t, ggml_tensor *> newer_rows;  // by n_head_kv: I32 [n_newer*n_head_kv]
     std::map<int64_t, ggml_tensor *> kv_rows;     // by n_head_kv: I32 [n*n_head_kv]
     std::map<int64_t, ggml_tensor *> masks;       // by heads of a group: F32 [n, n_beacon + n_recent*n_group]
@@ -297,13 +297,13 @@ struct score_builder {
         ggml_tensor * newer = ggml_get_rows(ctx, ggml_reshape_2d(ctx, unit, d, n() * h), newer_rows.at(h));
         newer               = ggml_reshape_3d(ctx, ggml_scale(ctx, newer, 0.5f * MAX_SCALE), d, n_newer(), h);
 
-        ggml_tensor * sim  = ggml_mul_mat(ctx, newer, unit);  // [n_newer, n, n_head_kv] times MAX_SCALE
-        ggml_tensor * rank = ggml_add(ctx, sim, mask_newer);
-        ggml_tensor * pick = ggml_soft_max(ctx, rank);
+        ggml_tensor * rank = ggml_add(ctx, ggml_mul_mat(ctx, newer, unit), mask_newer);  // [n_newer, n, n_head_kv]
+        ggml_tensor * twin = ggml_argmax(ctx, ggml_reshape_2d(ctx, rank, n_newer(), n() * h));
+        ggml_tensor * best = ggml_get_rows(ctx, newer, ggml_reshape_2d(ctx, twin, n(), h));
 
         // a product with a constant row: sum_rows has one thread on the CPU
-        output(out.restated, ggml_mul_mat(ctx, unscale, ggml_mul(ctx, sim, pick)));
-        output(out.twin, ggml_argmax(ctx, ggml_reshape_2d(ctx, rank, n_newer(), n() * h)));
+        output(out.restated, ggml_mul_mat(ctx, unscale.at(d), ggml_mul(ctx, best, unit)));
+        output(out.twin, twin);
     }
 
     // R-KV's redundancy: the mean cosine of each cell's key to those of the others, where of those alike each one leaves
@@ -471,7 +471,6 @@ void score_builder::build_inputs() {
             }
         }
         mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
-        unscale    = inp->add(ctx, GGML_TYPE_F32, n_newer(), 1, std::vector<float>(n_newer(), 1.0f / MAX_SCALE));
     }
 
     if (has(BEACON_PART_REDUNDANCY)) {
@@ -513,6 +512,11 @@ void score_builder::build_inputs() {
             if (has(BEACON_PART_RESTATED)) {
                 newer_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows_newer.size(), 1, rows_newer);
             }
+        }
+
+        const int64_t d = layer.n_embd_head_k + layer.n_embd_head_v;
+        if (has(BEACON_PART_RESTATED) && unscale.count(d) == 0) {
+            unscale[d] = inp->add(ctx, GGML_TYPE_F32, d, 1, std::vector<float>(d, 1.0f / MAX_SCALE));
         }
 
         if (has(BEACON_PART_EXPECTED) && eyes.count(layer.n_embd_head_k) == 0) {
