@@ -98,6 +98,12 @@ static const char * reason_to_decline(const llama_model & model, const llama_con
 
 bool beacon_init_params(const llama_model & model, llama_context_params & params) {
     if (!g_has_pending) {
+        const bool shares_cells = model.arch == LLM_ARCH_GEMMA4_ASSISTANT && params.ctx_other;
+        if (shares_cells && beacon_enabled(params.ctx_other)) {
+            beacon_fail("%s can't draft for a context in a KV budget: it reads that one's cells",
+                        model.arch_name().c_str());
+            return false;
+        }
         return true;
     }
 
