@@ -139,7 +139,7 @@ def measure(program: Path, arguments: list[str], parallel: int, n_tokens: int) -
         most_held=max(held),
         rss_quarter=next(rss for written, rss in memory if written >= quarter),
         rss_end=memory[-1][1],
-        seconds_compact=max(t.get("beaconkv", {}).get("us_compact", 0) for t in timings) / 1e6,
+        seconds_compact=max(t.get("beaconkv_us_compact", 0) for t in timings) / 1e6,
     )
 
 

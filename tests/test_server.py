@@ -94,6 +94,13 @@ def text(answer: Any) -> str:
     return answer["choices"][0]["message"]["content"]
 
 
+def kv_of(answer: Any) -> dict[str, int]:
+    """What the timings of an answer tell of its slot."""
+    prefix = "beaconkv_"
+    timings = answer["timings"].items()
+    return {name[len(prefix) :]: value for name, value in timings if name.startswith(prefix)}
+
+
 def wait_for_free_slots(server: Server, within: float) -> float:
     """Seconds until no slot is at work."""
     started = time.monotonic()
@@ -268,7 +275,7 @@ def test_curl_streams(server: Server) -> None:
 def test_a_reply_goes_on_past_the_budget_and_tells_what_is_held(single: Server) -> None:
     before = ask(single, "metrics")[1]
     answer = chat(single, STORY, 700, ignore_eos=True)
-    kv = answer["timings"]["beaconkv"]
+    kv = kv_of(answer)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert kv["budget"] == BUDGET and kv["n_ctx"] == N_CTX
     # the last token is sampled, not read
@@ -313,7 +320,7 @@ def test_a_stream_tells_what_is_held_with_each_token(single: Server) -> None:
     )
     with urllib.request.urlopen(request, timeout=300) as answer:
         events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
-    held = [e["timings"]["beaconkv"]["n_held"] for e in events if "timings" in e]
+    held = [kv_of(e)["n_held"] for e in events if "timings" in e]
     assert len(held) > 500
     assert max(held) <= BUDGET
     assert any(a > b for a, b in zip(held, held[1:])), "no compaction was seen"
@@ -329,7 +336,7 @@ def test_a_chat_ends_with_length_at_its_context(smollm2_path: Path) -> None:
 
 def test_without_a_budget_the_slots_tell_the_full_cache(smollm2_path: Path) -> None:
     with Server(smollm2_path, kv_budget=None, n_ctx=1024, threads=2) as server:
-        kv = chat(server, HELLO, 4)["timings"]["beaconkv"]
+        kv = kv_of(chat(server, HELLO, 4))
         assert kv["budget"] == 0
         assert kv["n_held"] == kv["n_logical"] > 0
         assert kv["bytes_held"] == kv["bytes_full"]
@@ -343,8 +350,8 @@ def test_an_answer_asked_for_again_is_the_same_without_reading_the_prompt(single
     first = chat(single, messages, 200, ignore_eos=True, cache_prompt=False)
     again = chat(single, messages, 200, ignore_eos=True)
     n_prompt = first["usage"]["prompt_tokens"]
-    assert first["timings"]["beaconkv"]["n_pinned"] == 0
-    assert first["timings"]["beaconkv"]["n_compact"] > n_prompt // BUDGET
+    assert kv_of(first)["n_pinned"] == 0
+    assert kv_of(first)["n_compact"] > n_prompt // BUDGET
     assert first["timings"]["cache_n"] == 0
     assert again["timings"]["cache_n"] >= n_prompt - 5
     assert text(again) == text(first)
@@ -362,13 +369,13 @@ def test_an_edited_question_keeps_what_was_read_before_it(single: Server) -> Non
     n_prompt = edited["usage"]["prompt_tokens"]
     # a checkpoint stands less than a batch before the end of each prompt
     assert n_prompt - BUDGET / 2 <= edited["timings"]["cache_n"] < n_prompt
-    assert edited["timings"]["beaconkv"]["n_held"] <= BUDGET
+    assert kv_of(edited)["n_held"] <= BUDGET
 
 
 def test_a_pinned_prompt_is_gone_back_to_exactly(single: Server) -> None:
     cold = chat(single, STORY, 600, ignore_eos=True, cache_prompt=False)
     n_prompt = cold["usage"]["prompt_tokens"]
-    assert cold["timings"]["beaconkv"]["n_compact"] > 0
+    assert kv_of(cold)["n_compact"] > 0
     warm = chat(single, STORY, 600, ignore_eos=True)
     assert warm["timings"]["cache_n"] == n_prompt - 1
     assert text(warm) == text(cold)
@@ -432,7 +439,7 @@ def test_drafts_change_nothing_but_the_speed(smollm2_path: Path) -> None:
             # says the same over and over, so that drafts are taken
             answer = chat(server, STORY, 600, ignore_eos=True)
             texts.append(text(answer)[:200])
-            assert answer["timings"]["beaconkv"]["n_held"] <= 256
+            assert kv_of(answer)["n_held"] <= 256
     assert answer["timings"]["draft_n_accepted"] > 50
     assert texts[0] == texts[1]
 

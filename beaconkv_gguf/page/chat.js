@@ -1,7 +1,7 @@
 // A chat's logic without its looks: what is sent to the server, and what comes back.
 
 import { ready, ServerError, streamChat } from "./api.js";
-import { recordMemory } from "./gauge.js";
+import { memoryOf, recordMemory } from "./gauge.js";
 
 const TITLE_LENGTH = 60;
 
@@ -140,6 +140,7 @@ export class Reply {
     this.timings = timings;
     this.message.tokens = this.#before.tokens + timings.predicted_n;
     this.message.perSecond = timings.predicted_per_second;
-    if (timings.beaconkv) recordMemory(this.chat, timings.beaconkv);
+    const memory = memoryOf(timings);
+    if (memory) recordMemory(this.chat, memory);
   }
 }

@@ -1,11 +1,20 @@
-// What the cache of the open chat holds, in words first. The numbers are the server's: `beaconkv`
-// in the timings of a reply and in /props. A server without them shows no gauge.
+// What the cache of the open chat holds, in words first. The numbers are the server's: `beaconkv_..`
+// in the timings of a reply, `beaconkv` in /props. A server without them shows no gauge.
 
 import { $, bytes, duration, element, number, plural } from "./dom.js";
 
 const NEWS_EVERY = 10000; // ms between two announcements to a screen reader
 const TRACE_LENGTH = 600; // points
 const TEETH = 16; // compactions that the small picture shows
+
+const PREFIX = "beaconkv_";
+
+// The numbers in the timings of a reply, without their prefix.
+export function memoryOf(timings) {
+  const ours = Object.entries(timings).filter(([name]) => name.startsWith(PREFIX));
+  const memory = ours.map(([name, value]) => [name.slice(PREFIX.length), value]);
+  return memory.length ? Object.fromEntries(memory) : undefined;
+}
 
 // A chat keeps a trace of [tokens seen, tokens held, compactions].
 export function recordMemory(chat, memory) {

@@ -1,6 +1,5 @@
 #include "beacon-server.h"
 
-#include "common.h"
 #include "log.h"
 
 #include <algorithm>
@@ -9,25 +8,22 @@
 // a checkpoint holds all cells of a slot, so upstream's default of 32 would fill the memory that a budget saves
 static constexpr int N_CHECKPOINTS = 4;
 
-beacon_scope::beacon_scope(common_params & params) {
+common_init_result_ptr beacon_init_from_params(common_params & params) {
     if (params.beacon.budget == 0) {
-        return;
+        return common_init_from_params(params);
     }
-    begun = ok = beacon_scope_begin(&params.beacon) == BEACON_OK;
-    if (!ok) {
+    if (beacon_scope_begin(&params.beacon) != BEACON_OK) {
         LOG_ERR("beaconkv: %s\n", beacon_last_error());
-        return;
+        return nullptr;
     }
     if (params.n_ctx_checkpoints == common_params().n_ctx_checkpoints) {
         params.n_ctx_checkpoints = N_CHECKPOINTS;
     }
     params.swa_full = false;  // sliding windows have caches of their size
-}
 
-beacon_scope::~beacon_scope() {
-    if (begun) {
-        beacon_scope_end();
-    }
+    auto result = common_init_from_params(params);
+    beacon_scope_end();
+    return result;
 }
 
 bool beacon_can_cut(const llama_context * ctx, llama_seq_id seq_id, llama_pos pos) {
@@ -91,19 +87,36 @@ static uint64_t bytes_full(const beacon_stats & stats) {
     return stats.bytes_full / std::max(1u, stats.n_seq_max);
 }
 
-json beacon_to_json(const beacon_stats & stats) {
+static std::vector<std::pair<const char *, uint64_t>> fields(const beacon_stats & stats) {
     return {
-        { "budget",     stats.budget      },
-        { "n_ctx",      stats.n_ctx_seq   },
-        { "n_logical",  stats.n_logical   },
-        { "n_held",     stats.n_held      },
-        { "n_evicted",  stats.n_evicted   },
-        { "n_pinned",   stats.n_pinned    },
-        { "n_compact",  stats.n_compact   },
-        { "us_compact", stats.us_compact  },
-        { "bytes_held", bytes_held(stats) },
-        { "bytes_full", bytes_full(stats) },
+        { "budget",     stats.budget                },
+        { "n_ctx",      stats.n_ctx_seq             },
+        { "n_logical",  stats.n_logical             },
+        { "n_held",     stats.n_held                },
+        { "n_evicted",  stats.n_evicted             },
+        { "n_pinned",   stats.n_pinned              },
+        { "n_compact",  stats.n_compact             },
+        { "us_compact", (uint64_t) stats.us_compact },
+        { "bytes_held", bytes_held(stats)           },
+        { "bytes_full", bytes_full(stats)           },
     };
+}
+
+json beacon_to_json(const beacon_stats & stats) {
+    json res = json::object();
+    for (const auto & [name, value] : fields(stats)) {
+        res[name] = value;
+    }
+    return res;
+}
+
+void beacon_add_timings(json & timings, const beacon_stats & stats) {
+    if (stats.n_seq_max == 0) {
+        return;  // nobody has told yet
+    }
+    for (const auto & [name, value] : fields(stats)) {
+        timings[std::string("beaconkv_") + name] = value;
+    }
 }
 
 json beacon_board::props() const {

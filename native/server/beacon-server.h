@@ -1,6 +1,7 @@
 #pragma once
 
 #include "beaconkv.h"
+#include "common.h"
 #include "json.h"
 #include "llama.h"
 
@@ -10,26 +11,11 @@
 
 using json = common_json;
 
-struct common_params;
-
 // A KV budget in llama-server: what server-context.cpp calls.
 
-// Contexts of this thread live in the budget of params while it exists; without one it does nothing. False, and a line
-// in the log, where the settings can't be.
-class beacon_scope {
-  public:
-    explicit beacon_scope(common_params & params);
-    ~beacon_scope();
-
-    beacon_scope(const beacon_scope &)             = delete;
-    beacon_scope & operator=(const beacon_scope &) = delete;
-
-    explicit operator bool() const { return ok; }
-
-  private:
-    bool ok    = true;
-    bool begun = false;
-};
+// common_init_from_params under the budget of params: the model's context lives in it, those of draft models that come
+// later don't. Without a budget it is the same. Null, and a line in the log, where the settings can't be.
+common_init_result_ptr beacon_init_from_params(common_params & params);
 
 // A prompt shares its first tokens, up to position pos, with what sequence seq_id holds. Can the cache be cut there? A
 // bounded one can't where that was compacted.
@@ -69,8 +55,11 @@ class beacon_board {
     uint64_t n_evicted = 0;
 };
 
-// for timings and /slots: tokens, cells and bytes of one slot
+// for /slots: tokens, cells and bytes of one slot
 json beacon_to_json(const beacon_stats & stats);
+
+// the same for timings, where all values are numbers: with "beaconkv_" before their names
+void beacon_add_timings(json & timings, const beacon_stats & stats);
 
 // an error as clients of OpenAI know it: the code of a prompt that is too long is a name
 json beacon_openai_error(json error);
