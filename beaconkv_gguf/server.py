@@ -6,6 +6,7 @@ import contextlib
 import errno
 import http.client
 import ipaddress
+import json
 import numbers
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import llama_cpp
 
 from . import _library
-from .config import BeaconConfig, KVBudget, resolve_budget
+from .config import CELL_STEP, BeaconConfig, KVBudget, resolve_budget
 from .fit import F16, Cache, model_budget
 from .gguf_layout import check_model, read_metadata
 from .llama import CACHE_TYPES, FLOAT_TYPES, cache_type, n_ctx_train, warn_without_gpu
@@ -173,8 +174,9 @@ class Server:
         self.model_path = os.fspath(model_path)
         read_metadata(self.model_path)  # complains if it is no model
         check_model(self.model_path, halves=llama_cpp.llama_supports_gpu_offload())
+        n_ctx = n_ctx or n_ctx_train(self.model_path)
         cache = Cache(
-            n_ctx or n_ctx_train(self.model_path),
+            -(-n_ctx // CELL_STEP) * CELL_STEP,  # as llama.cpp rounds it
             type_k=cache_type("type_k", F16 if type_k is None else type_k) or 0,
             type_v=cache_type("type_v", F16 if type_v is None else type_v) or 0,
             n_seq=parallel,
@@ -211,6 +213,8 @@ class Server:
             command += ["--flash-attn", "on"]
         if threads is not None:
             command += ["--threads", str(threads)]
+        if not {"-a", "--alias"} & set(args):
+            command += ["--alias", Path(self.model_path).stem]  # else its name would be the path
 
         self._log: Path | None = None
         if not verbose:
@@ -235,12 +239,20 @@ class Server:
             if not verbose:
                 os.close(handle)
         self._finish = weakref.finalize(self, _finish, self.process, self._log)
+        self._n_ctx = cache.n_ctx
         try:
             self._wait_until_ready(timeout)
         except BaseException:
             self.process.kill()
             self._finish()
             raise
+        if self._n_ctx < cache.n_ctx:
+            warnings.warn(
+                f"the model was trained on {self._n_ctx} tokens: a chat has that many, not the "
+                f"{cache.n_ctx} that were asked for",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     @property
     def url(self) -> str:
@@ -259,8 +271,8 @@ class Server:
 
     @property
     def n_ctx(self) -> int:
-        """Logical context of each chat in tokens."""
-        return self.cache.n_ctx
+        """Logical context of each chat in tokens; the model's own if that is smaller."""
+        return self._n_ctx
 
     @property
     def pid(self) -> int:
@@ -337,9 +349,11 @@ class Server:
                 for path in ("/health", "/slots"):
                     connection.request("GET", path, headers=headers)
                     answer = connection.getresponse()
-                    answer.read()
+                    text = answer.read()
                     if path == "/health" and answer.status != 200:
                         return False
+                if answer.status == 200:  # else the slots are not to be told
+                    self._n_ctx = int(json.loads(text)[0]["n_ctx"])
             except (OSError, http.client.HTTPException):
                 return False
         return self.poll() is None  # else another program took the port

@@ -100,6 +100,16 @@ def test_each_chat_has_the_whole_context(model: Path) -> None:
     assert [slot["n_ctx"] for slot in slots] == [1024, 1024]
 
 
+def test_a_context_is_what_the_chats_really_have(model: Path, smollm2_path: Path) -> None:
+    with Server(model, n_ctx=300, kv_budget=None, threads=1) as server:
+        assert server.n_ctx == get(f"{server.url}/slots")[0]["n_ctx"] == 512
+        assert [entry["id"] for entry in get(f"{server.base_url}/models")["data"]] == ["llama"]
+    with pytest.warns(RuntimeWarning, match="trained on 8192 tokens: .* not the 16384"):
+        server = Server(smollm2_path, n_ctx=16384, kv_budget=512, threads=1)
+    with server:
+        assert server.n_ctx == 8192
+
+
 def test_n_ctx_of_0_is_what_the_model_names(model: Path) -> None:
     with Server(model, n_ctx=0, kv_budget="auto", threads=1) as server:
         n_ctx = get(f"{server.url}/slots")[0]["n_ctx"]
@@ -146,7 +156,7 @@ def test_stop_kills_a_server_that_hangs(model: Path) -> None:
 
 
 def test_stop_ends_answers_that_are_being_written(model: Path) -> None:
-    server = Server(model, n_ctx=1 << 20, kv_budget=512, threads=1)
+    server = Server(model, n_ctx=8192, kv_budget=512, threads=1)
     body = {"prompt": "Once", "n_predict": 1000000, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(f"{server.url}/completion", json.dumps(body).encode())
     with urllib.request.urlopen(request, timeout=30) as answer:

@@ -305,8 +305,8 @@ def test_a_reply_goes_on_past_the_budget_and_tells_what_is_held(single: Server) 
     assert metric(after, "held_bytes") == kv["bytes_held"]
     counted = metric(after, "compactions_total") - metric(before, "compactions_total")
     assert counted == kv["n_compact"]
-    # a slot that begins anew forgets; the counter does not
-    chat(single, HELLO, 4, cache_prompt=False)
+    # a conversation that begins anew was not compacted yet; the counter goes on
+    assert kv_of(chat(single, HELLO, 4, cache_prompt=False))["n_compact"] == 0
     assert metric(ask(single, "metrics")[1], "compactions_total") == metric(
         after, "compactions_total"
     )

@@ -129,7 +129,7 @@ class Conversation:
         self._rate = 0.0  # of the last reply, tokens per second
         self.messages: list[Message] = []
         if system:
-            self.system(system)
+            self.messages.append({"role": "system", "content": system})
 
     def take(self, line: str) -> None:
         """Answer a message, or do what a command says; a blank line is none."""
@@ -147,6 +147,7 @@ class Conversation:
         """Let the model answer; the conversation then has the messages and the answer."""
         parts = {"reasoning_content": "", "content": ""}
         times = []
+        end = None
         waiting = errors.status("reading")
         waiting.start()
         try:
@@ -154,6 +155,7 @@ class Conversation:
                 self._llm.create_chat_completion(messages, stream=True, **self._sampling)
             ) as chunks:
                 for chunk in chunks:
+                    end = chunk["choices"][0].get("finish_reason") or end
                     for kind, text in chunk["choices"][0]["delta"].items():
                         if kind not in parts or not text:
                             continue
@@ -177,6 +179,8 @@ class Conversation:
                 if not answer["reasoning_content"]:
                     del answer["reasoning_content"]
                 self.messages = [*messages, answer]
+                if end == "length":
+                    note("the reply ends here: the context, or --max-tokens, is used up")
                 self._show_speed(times)
 
     def _show_speed(self, times: list[float]) -> None:
@@ -203,6 +207,7 @@ class Conversation:
         """TEXT: set the system message; without TEXT, have none"""
         rest = [message for message in self.messages if message["role"] != "system"]
         self.messages = [{"role": "system", "content": text}, *rest] if text else rest
+        note("the system message is set" if text else "there is no system message")
 
     def regenerate(self, _: str) -> None:
         """another reply to the last message"""
@@ -214,6 +219,7 @@ class Conversation:
     def clear(self, _: str) -> None:
         """begin anew, with the same system message"""
         self.messages = [message for message in self.messages if message["role"] == "system"]
+        note("the chat begins anew")
 
     def save(self, path: str) -> None:
         """FILE: save the messages there, and the cache to FILE.state"""

@@ -174,7 +174,7 @@ def _summary(server: Server) -> str:
     cache = server.cache
     text = f"{server.url} serves {Path(server.model_path).name}: "
     text += f"{cache.n_seq} x " if cache.n_seq > 1 else ""
-    text += f"{cache.n_ctx:,} tokens"
+    text += f"{server.n_ctx:,} tokens"
     if cache.budget is not None:
         text += f" in {cache.budget:,} cells"
     layout = read_layout(server.model_path)

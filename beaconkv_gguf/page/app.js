@@ -92,7 +92,7 @@ function exportChat() {
   });
   const link = document.createElement("a");
   link.href = URL.createObjectURL(file);
-  link.download = `${chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40) || "chat"}.json`;
+  link.download = `${chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 40).replace(/^-|-$/g, "") || "chat"}.json`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
@@ -147,7 +147,7 @@ async function answer() {
   show();
   gauge.show(chat, own === chat ? reply.timings : undefined);
   if (own === chat && !error) announce(`The reply: ${reply.message.content.slice(0, ANNOUNCED)}`);
-  if (error?.kind === "key") settings.open("key");
+  if (error?.kind === "key") askForKey();
   if (error)
     server = undefined; // it may be another one when it is back
   else if (!server) connect();
@@ -168,6 +168,10 @@ function save(reply) {
 
 // The server
 
+function askForKey() {
+  settings.open("key", settings.key ? "The server does not accept this key." : "The server asks for a key.");
+}
+
 async function connect() {
   const label = $("#model");
   try {
@@ -175,7 +179,7 @@ async function connect() {
   } catch (error) {
     label.textContent = error.kind === "loading" ? "The model is being loaded…" : "Not connected";
     if (error.kind === "loading") setTimeout(connect, 1000);
-    else if (error.kind === "key") settings.open("key");
+    else if (error.kind === "key") askForKey();
     else notice(error.message);
     return;
   }

@@ -64,7 +64,11 @@ export class Gauge {
   }
 
   show(chat, timings) {
-    if (chat !== this.#chat) this.#shown = undefined;
+    if (chat !== this.#chat) {
+      this.#shown = undefined;
+      $('[data-value="dropped"]', this.#root).textContent = "";
+      $("#gauge-news").textContent = "";
+    }
     this.#chat = chat;
     this.timings = timings;
     this.#later();

@@ -81,9 +81,12 @@ export class Settings {
     return request;
   }
 
-  open(field) {
-    this.#dialog.showModal();
-    if (field) $(`[name="${field}"]`, this.#dialog)?.focus();
+  // With a field: asks for it, and says why.
+  open(field, reason) {
+    if (!this.#dialog.open) this.#dialog.showModal();
+    if (!field) return;
+    $(`#setting-${field}-help`).textContent = reason;
+    $(`#setting-${field}`).focus();
   }
 
   // `properties`: /props, undefined before the server has told them.

@@ -62,6 +62,7 @@ void beacon_board::update(const llama_context * ctx) {
         beacon_get_params(ctx, &params);
     }
     slots.resize(stats.n_seq_max, beacon_stats());
+    begins.resize(stats.n_seq_max, beacon_stats());
     for (size_t i = 0; i < slots.size(); ++i) {
         if (beacon_get_stats(ctx, i, &stats) != BEACON_OK) {
             continue;
@@ -70,12 +71,22 @@ void beacon_board::update(const llama_context * ctx) {
         n_compact += stats.n_compact - (stats.n_compact >= old.n_compact ? old.n_compact : 0);
         n_evicted += stats.n_evicted_total - (stats.n_evicted_total >= old.n_evicted_total ? old.n_evicted_total : 0);
         slots[i] = stats;
+        if (stats.n_evicted == 0) {
+            begins[i] = stats;
+        }
     }
 }
 
 beacon_stats beacon_board::slot(int id) const {
     const std::lock_guard<std::mutex> lock(mutex);
-    return (size_t) id < slots.size() ? slots[id] : beacon_stats();
+    return (size_t) id < slots.size() ? conversation(id) : beacon_stats();
+}
+
+beacon_stats beacon_board::conversation(size_t i) const {
+    beacon_stats stats = slots[i];
+    stats.n_compact -= std::min(stats.n_compact, begins[i].n_compact);
+    stats.us_compact -= std::min(stats.us_compact, begins[i].us_compact);
+    return stats;
 }
 
 // bytes are of the context, and every slot has an equal part of them
@@ -123,8 +134,8 @@ json beacon_board::props() const {
     const std::lock_guard<std::mutex> lock(mutex);
 
     json per_slot = json::array();
-    for (const auto & stats : slots) {
-        per_slot.push_back(beacon_to_json(stats));
+    for (size_t i = 0; i < slots.size(); ++i) {
+        per_slot.push_back(beacon_to_json(conversation(i)));
     }
     json res = {
         { "version", beacon_version() },

@@ -35,7 +35,8 @@ class beacon_board {
   public:
     void update(const llama_context * ctx);
 
-    // of one slot; n_seq_max is 0 before the first update
+    // of one slot; n_seq_max is 0 before the first update. Compactions, and the time that they took on the server, are
+    // counted from where nothing of the slot's conversation was evicted.
     beacon_stats slot(int id) const;
 
     // settings and slots, for /props
@@ -45,10 +46,13 @@ class beacon_board {
     std::string metrics() const;
 
   private:
+    beacon_stats conversation(size_t i) const;
+
     mutable std::mutex mutex;
 
     beacon_params             params = {};
     std::vector<beacon_stats> slots;
+    std::vector<beacon_stats> begins;  // of the conversations in them
 
     // summed up over what a slot forgets when it is cleared
     uint64_t n_compact = 0;

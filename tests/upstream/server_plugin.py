@@ -206,12 +206,6 @@ CANNOT_RUN_IN_BUDGET = [
         r"server\.start\(",  # what the server says goes to a file
     ),
     Group(
-        "needs the context of a draft model, which a budget declines",
-        ("test_speculative::.*",),
-        r"server\.start\(",
-        "a draft context shares another one's cells",
-    ),
-    Group(
         "shifts a full context, which a budget doesn't: it ends there",
         ("test_ctx_shift::test_ctx_shift_enabled",),
         r'"predicted_n"\] == 96',
