@@ -402,8 +402,8 @@ def _page_arguments(page: bool | str | os.PathLike[str]) -> list[str]:
     if page is False:
         return ["--no-ui"]
     folder = PAGE if page is True else Path(page)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"the page's folder {folder} does not exist; page=False: no page")
+    if not (folder / "index.html").is_file() or str(page) == "":
+        raise FileNotFoundError(f"there is no page: no index.html in {page!r}; page=False: none")
     return ["--path", str(folder)]
 
 
@@ -420,7 +420,12 @@ def _environment(api_key: str | None) -> dict[str, str]:
     """Ours, less what would move the server or change the budget that was reckoned."""
     options = (*_UNREACHABLE, *_BEACON_OPTIONS.values())
     left_out = {f"LLAMA_ARG_{option[2:].replace('-', '_').upper()}" for option in options}
-    environment = {name: text for name, text in os.environ.items() if name not in left_out}
+    left_out |= {"LLAMA_ARG_UI", "LLAMA_ARG_NO_UI"}
+    environment = {
+        name: text
+        for name, text in os.environ.items()
+        if name not in left_out and not name.startswith("AIP_")  # Vertex AI's: another port
+    }
     environment[_WATCH_VARIABLE] = "0"
     if api_key:
         environment[API_KEY_VARIABLE] = api_key

@@ -15,7 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +422,68 @@ def test_a_slot_is_saved_and_restored(server: Server, smollm2_path: Path) -> Non
         assert chat(other, HELLO, 4)["usage"]["completion_tokens"] > 0
 
 
+def test_a_prompt_cut_short_within_a_sliding_window_is_answered(
+    tiny_path: Callable[[str], Path],
+) -> None:
+    # its end is one token behind a checkpoint, which the window can't be cut back to
+    tokens = [3 + i * 7 % 240 for i in range(169)]
+    with Server(tiny_path("gemma3"), kv_budget=256, n_ctx=1024, threads=1) as server:
+        for prompt in (tokens, *(tokens[:-cut] for cut in (4, 5, 6))):
+            body = {"prompt": prompt, "n_predict": 150, "ignore_eos": True, **GREEDY}
+            status, answer = ask(server, "completion", body)
+            assert status == 200 and answer["tokens_predicted"] == 150
+
+
+def test_counters_count_no_compaction_twice(single: Server) -> None:
+    def n_compactions() -> float:
+        page = ask(single, "metrics")[1]
+        return float(re.search(r"^beaconkv_compactions_total (\S+)$", page, re.M)[1])
+
+    messages = [{"role": "user", "content": CHRONICLE + " Sum it up."}]
+    before = n_compactions()
+    first = kv_of(chat(single, messages, 150, ignore_eos=True, cache_prompt=False))
+    assert n_compactions() - before == first["n_compact"] > 4
+    # back to the checkpoint at the prompt's end, and on
+    assert chat(single, messages, 8)["timings"]["prompt_n"] < 8
+    assert n_compactions() - before == first["n_compact"]
+
+
+def test_a_request_for_a_busy_slot_waits(server: Server) -> None:
+    def answer(n: int, messages: list[dict[str, str]], **settings: Any) -> None:
+        answers[n] = chat(server, messages, n, id_slot=1, ignore_eos=True, **settings)
+
+    answers: dict[int, Any] = {}
+    alone = text(chat(server, STORY, 120, id_slot=1, ignore_eos=True, cache_prompt=False))
+    first = threading.Thread(target=answer, args=(120, STORY), kwargs={"cache_prompt": False})
+    other = threading.Thread(target=answer, args=(9, [{"role": "user", "content": CHRONICLE}]))
+    first.start()
+    time.sleep(0.3)
+    other.start()
+    for thread in (first, other):
+        thread.join(60)
+    assert text(answers[120]) == alone
+    assert answers[9]["usage"]["completion_tokens"] == 9
+
+
+def test_a_request_that_waited_behind_a_saved_slot_is_answered(single: Server) -> None:
+    # what is wrong with the second shows only when it would start
+    chats = [{"messages": STORY, "max_tokens": 60}, {"messages": HELLO, "grammar": "root ::= ("}]
+    chats.append({"messages": HELLO, "max_tokens": 3})
+    threads, statuses = [], []
+    for body in chats:
+        threads.append(
+            threading.Thread(
+                target=lambda body: statuses.append(ask(single, "v1/chat/completions", body)[0]),
+                args=(body,),
+            )
+        )
+        threads[-1].start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(60)
+    assert sorted(statuses) == [200, 200, 400]
+
+
 def test_two_answers_to_one_prompt(server: Server) -> None:
     messages = [{"role": "user", "content": CHRONICLE}]
     body = {"messages": messages, "max_tokens": 12, "n": 2, **GREEDY}
@@ -518,6 +580,7 @@ BAD_VALUES: list[tuple[str, Any]] = [
     ("grammar", "root ::= ("),
     ("chat_template_kwargs", 5),
     ("reasoning_format", "x"),
+    ("grammar", "root ::= " + "(" * 50_000),
     ("messages", None),
     ("messages", "hello"),
     ("messages", [1]),
@@ -528,13 +591,22 @@ BAD_VALUES: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD_VALUES)
+@pytest.mark.parametrize(("name", "value"), BAD_VALUES, ids=lambda value: f"{value}"[:30])
 def test_a_wrong_value_is_an_error_of_the_client(server: Server, name: str, value: Any) -> None:
     body = {"messages": HELLO, "max_tokens": 2, name: value}
     status, answer = ask(server, "v1/chat/completions", body)
     assert status == 400, answer
     assert answer["error"]["type"] == "invalid_request_error"
     assert answer["error"]["message"]
+
+
+@pytest.mark.parametrize("field", ["json_schema", "tools", "chat_template_kwargs"])
+def test_what_is_nested_too_deep_is_named(server: Server, field: str) -> None:
+    deep = b'{"items":' * 50_000 + b"1" + b"}" * 50_000
+    body = b'{"messages": [{"role": "user", "content": "x"}], "' + field.encode() + b'": ' + deep
+    status, answer = ask(server, "v1/chat/completions", body + b"}")
+    assert status == 400
+    assert f"'{field}' is nested more than 1000 levels deep" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -568,7 +640,10 @@ def test_ten_megabytes_are_refused_with_a_reason(server: Server) -> None:
         ({"Origin": "http://localhost.elsewhere.example"}, 403),
         ({"Host": "rebound.example:8080"}, 403),
         ({"Origin": "http://localhost:3000"}, 200),
-        ({"Host": "localhost:1"}, 200),
+        ({"Origin": "http://[::1].elsewhere.example"}, 403),
+        ({"Origin": "http://localhost:80.elsewhere.example"}, 403),
+        ({"Host": "LocalHost.:1"}, 200),
+        ({"Host": "127.0.0.2:1"}, 200),
         ({"Host": "[::1]:1"}, 200),
         ({}, 200),
     ],
@@ -588,6 +663,29 @@ def test_pages_from_elsewhere_cannot_use_the_server(
 def _n_prompts(server: Server) -> float:
     page = ask(server, "metrics")[1]
     return float(re.search(r"^llamacpp:n_decode_total (\S+)$", page, re.M)[1])
+
+
+@pytest.mark.parametrize(
+    ("host", "headers", "status"),
+    [
+        ("127.0.0.1", {"Origin": "https://mine.example"}, 200),
+        ("127.0.0.1", {"Origin": "https://elsewhere.example"}, 403),
+        ("127.0.0.1", {"Host": "rebound.example"}, 403),
+        ("0.0.0.0", {"Host": "rebound.example:1", "Origin": "http://rebound.example:1"}, 403),
+        ("0.0.0.0", {"Host": "192.168.1.9:1", "Origin": "http://192.168.1.9:1"}, 200),
+        ("0.0.0.0", {"Host": "mypc:1", "Origin": "http://mypc:1"}, 200),
+        ("0.0.0.0", {"Host": "mine.example", "Origin": "https://mine.example"}, 200),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the server listens on")
+def test_listed_origins_alone_are_let_in(
+    tiny_path: Callable[[str], Path], host: str, headers: dict[str, str], status: int
+) -> None:
+    arguments = ["--cors-origins", "https://mine.example,https://other.example"]
+    with Server(
+        tiny_path("llama"), host=host, kv_budget=256, n_ctx=512, threads=1, args=arguments
+    ) as server:
+        assert ask(server, "props", None, headers)[0] == status
 
 
 def test_the_answer_is_hidden_from_pages_from_elsewhere(server: Server) -> None:

@@ -105,7 +105,12 @@ function build(html) {
   const fragment = DOMPurify.sanitize(html, purifier);
   for (const span of fragment.querySelectorAll("span.math")) {
     const displayMode = span.classList.contains("display");
-    katex.render(span.textContent, span, { displayMode, throwOnError: false, strict: "ignore" });
+    const text = span.textContent;
+    try {
+      katex.render(text, span, { displayMode, throwOnError: false, strict: "ignore" });
+    } catch {
+      span.textContent = text; // nested too deep
+    }
   }
   for (const pre of fragment.querySelectorAll("pre")) {
     const code = pre.querySelector("code") ?? pre;
@@ -141,9 +146,19 @@ export class MarkdownView {
     this.firstOpen = 0; // index of the first block that is not settled
   }
 
+  // Text that is nested too deep for its readers, as of a model that repeats itself, is shown as it is.
+  render(text, done) {
+    try {
+      this.#render(text, done);
+    } catch {
+      this.clear();
+      this.root.append(element("pre", { class: "plain" }, text));
+    }
+  }
+
   // `done`: the text is complete. Then all of it is read once more, because a reference may have
   // been defined after its use; blocks that stay the same are left alone.
-  render(text, done) {
+  #render(text, done) {
     const from = done ? 0 : this.firstOpen;
     const tokens = marked.lexer(done ? text : text.slice(this.settled));
     const blocks = tokens.filter((token) => token.type !== "space");

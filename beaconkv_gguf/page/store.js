@@ -26,10 +26,17 @@ export function readChat(value) {
     created: Number(created) || 0,
     updated: Number(updated) || 0,
     messages: messages.map(readMessage),
-    memory: memory && typeof memory === "object" ? memory : undefined,
-    trace: Array.isArray(trace) ? trace.filter(Array.isArray) : undefined,
+    memory: memory && MEMORY.every((name) => Number.isFinite(memory[name])) ? memory : undefined,
+    trace: Array.isArray(trace) ? trace.filter(isPoint).slice(-TRACE_LENGTH) : undefined,
   };
 }
+
+// What the gauge draws.
+const MEMORY = `budget n_ctx n_logical n_held n_evicted n_pinned n_compact us_compact bytes_held
+  bytes_full`.split(/\s+/);
+const TRACE_LENGTH = 600;
+const isPoint = (point) =>
+  Array.isArray(point) && point.length === 3 && point.every((value) => Number.isFinite(value));
 
 function readMessage(message) {
   const text = (name) => (typeof message[name] === "string" ? message[name] : undefined);

@@ -3,6 +3,7 @@
 #include "common.h"
 #include "json.h"
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
@@ -76,6 +77,27 @@ static bool ends_with(const std::string & text, const char * end) {
     return string_ends_with(text, end);
 }
 
+// Parsers of requests, schemas and grammars call themselves for each level.
+static constexpr int MAX_DEPTH = 1000;
+
+// levels of brackets, whether in the request itself or in a grammar that is a string in it
+static int depth_of(const std::string & text) {
+    int depth = 0;
+    int most  = 0;
+    for (const char c : text) {
+        depth += c == '[' || c == '{' || c == '(';
+        depth -= depth > 0 && (c == ']' || c == '}' || c == ')');
+        most = std::max(most, depth);
+    }
+    return most;
+}
+
+static void check_depth(const char * name, const std::string & text) {
+    if (depth_of(text) > MAX_DEPTH) {
+        throw std::invalid_argument(string_format("'%s' is nested more than %d levels deep", name, MAX_DEPTH));
+    }
+}
+
 void beacon_check_request(const std::string & path, const std::string & body) {
     if (!ends_with(path, "/completions") && !ends_with(path, "/completion") && !ends_with(path, "/messages")) {
         return;
@@ -88,6 +110,12 @@ void beacon_check_request(const std::string & path, const std::string & body) {
     }
     if (!request.is_object()) {
         return;
+    }
+    for (const char * name : { "grammar", "json_schema", "response_format", "tools", "chat_template_kwargs" }) {
+        if (request.contains(name)) {
+            const auto & value = request.at(name);
+            check_depth(name, value.is_string() ? value.get<std::string>() : value.dump());
+        }
     }
     const auto given = [&](const char * name) {
         return request.contains(name) && !request.at(name).is_null();

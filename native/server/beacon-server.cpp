@@ -68,8 +68,8 @@ void beacon_board::update(const llama_context * ctx) {
             continue;
         }
         const auto & old = slots[i];
-        n_compact += stats.n_compact - (stats.n_compact >= old.n_compact ? old.n_compact : 0);
-        n_evicted += stats.n_evicted_total - (stats.n_evicted_total >= old.n_evicted_total ? old.n_evicted_total : 0);
+        n_compact += stats.n_compact - std::min(stats.n_compact, old.n_compact);  // a state of before has fewer
+        n_evicted += stats.n_evicted_total - std::min(stats.n_evicted_total, old.n_evicted_total);
         slots[i] = stats;
         if (stats.n_evicted == 0) {
             begins[i] = stats;

@@ -54,7 +54,7 @@ class beacon_board {
     std::vector<beacon_stats> slots;
     std::vector<beacon_stats> begins;  // of the conversations in them
 
-    // summed up over what a slot forgets when it is cleared
+    // summed up, also where a slot goes back to a state of before
     uint64_t n_compact = 0;
     uint64_t n_evicted = 0;
 };

@@ -207,8 +207,17 @@ CANNOT_RUN_IN_BUDGET = [
     ),
     Group(
         "shifts a full context, which a budget doesn't: it ends there",
-        ("test_ctx_shift::test_ctx_shift_enabled",),
-        r'"predicted_n"\] == 96',
+        ("test_ctx_shift::test_ctx_shift_enabled", "test_speculative::test_with_ctx_shift"),
+        r'"predicted_n"\] == 96|"tokens_predicted"\] == 256',
+    ),
+    Group(
+        "makes embeddings, which a budget declines",
+        (
+            r"test_vision_api::test_vision_embeddings\[.*-True\]",
+            "test_vision_api::test_vision_embeddings_oai_content",
+        ),
+        r"server\.start\(",
+        "embeddings are asked for",
     ),
     Group(
         "expects the batches of a prompt without checkpoints; in a budget, one more ends at each",
