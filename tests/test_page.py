@@ -800,3 +800,31 @@ def test_reduced_motion_is_respected(visit: Callable[..., Page]) -> None:
     page.evaluate("document.querySelector('.saw').closest('.tile').classList.add('pulse')")
     timing = "node => getComputedStyle(node).animationTimingFunction"
     assert "steps" in page.locator(".tile.pulse").evaluate(timing)
+
+
+@pytest.mark.parametrize("text", [">" * 4000, "$" + "{" * 4000 + "}" * 4000 + "$"])
+def test_text_that_is_nested_too_deep_is_shown_as_it_is(
+    visit: Callable[..., Page], text: str
+) -> None:
+    page = visit()
+    answer(page, {"content": text})
+    say(page, "Repeat yourself")
+    finish(page)
+    assert len(reply(page).inner_text()) >= len(text) // 2
+    page.reload()
+    expect(page.locator(".user .text")).to_have_text("Repeat yourself")
+    expect(page.locator("#model")).not_to_have_text("Not connected")
+    expect(page.locator("#send")).to_be_visible()
+
+
+def test_a_wrong_key_is_called_wrong(visit: Callable[..., Page], problems: list[str]) -> None:
+    page = visit()
+    refuse(page, 401, message="Invalid API Key", type="authentication_error")
+    say(page, "Let me in")
+    expect(page.locator("#setting-key-help")).to_have_text("The server asks for a key.")
+    page.fill("#setting-key", "wrong")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Try again").click()
+    expect(page.locator("#setting-key-help")).to_have_text("The server does not accept this key.")
+    assert all("status of 401" in problem for problem in problems)
+    problems.clear()
