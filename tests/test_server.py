@@ -639,6 +639,8 @@ def test_ten_megabytes_are_refused_with_a_reason(server: Server) -> None:
         ({"Origin": "null"}, 403),
         ({"Origin": "http://localhost.elsewhere.example"}, 403),
         ({"Host": "rebound.example:8080"}, 403),
+        ({"Host": "[::1].rebound.example"}, 403),
+        ({"Host": "localhost:80.rebound.example"}, 403),
         ({"Origin": "http://localhost:3000"}, 200),
         ({"Origin": "http://[::1].elsewhere.example"}, 403),
         ({"Origin": "http://localhost:80.elsewhere.example"}, 403),

@@ -78,8 +78,8 @@ static bool is_allowed(const common_params & params, const httplib::Request & re
 
     const auto origins   = string_split<std::string>(params.cors_origins, ',');
     const auto is_listed = [&](const std::string & name) {
-        return std::any_of(origins.begin(), origins.end(),
-                           [&](const std::string & other) { return host_of_origin(other) == name; });
+        return !name.empty() && std::any_of(origins.begin(), origins.end(),
+                                            [&](const std::string & other) { return host_of_origin(other) == name; });
     };
 
     const auto & names    = params.hostnames;
@@ -100,6 +100,12 @@ static bool is_allowed(const common_params & params, const httplib::Request & re
     return is_loopback(host_of_origin(origin));
 }
 
+static void set_error(httplib::Response & res, const common_json & error) {
+    common_json body = common_json::object();
+    body["error"]    = error;
+    res.set_content(body.dump(), "application/json; charset=utf-8");
+}
+
 bool beacon_http_allow(const common_params & params, const httplib::Request & req, httplib::Response & res) {
     if (params.cors_origins == "*") {
         return true;
@@ -117,12 +123,7 @@ bool beacon_http_allow(const common_params & params, const httplib::Request & re
         { "code",    403                                                                              },
     };
     res.status = 403;
-    res.set_content(
-        common_json{
-            { "error", error }
-    }
-            .dump(),
-        "application/json; charset=utf-8");
+    set_error(res, error);
     return false;
 }
 
@@ -135,10 +136,5 @@ void beacon_http_explain(httplib::Response & res) {
         { "type",    res.status < 500 ? "invalid_request_error" : "server_error" },
         { "code",    res.status                                                  },
     };
-    res.set_content(
-        common_json{
-            { "error", error }
-    }
-            .dump(),
-        "application/json; charset=utf-8");
+    set_error(res, error);
 }
