@@ -232,7 +232,7 @@ def test_a_busy_port_is_named(model: Path) -> None:
         ({"kv_budget": 4096}, ValueError, "4096 cells is above n_ctx=2048"),
         ({"type_k": "q9"}, ValueError, "type_k='q9' is no cache type"),
         ({"api_key": ""}, ValueError, "api_key is empty"),
-        ({"page": "missing"}, OSError, "missing does not exist"),
+        ({"page": "missing"}, OSError, "no index.html in .missing."),
         ({"host": "no such host"}, ValueError, "no such host"),
         ({"args": ["--ctx_size", "1"]}, ValueError, "--ctx_size can't be handed on: set n_ctx"),
         ({"args": ["--api-prefix", "/a"]}, ValueError, "--api-prefix can't be handed on"),
