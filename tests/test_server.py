@@ -600,13 +600,19 @@ def test_a_wrong_value_is_an_error_of_the_client(server: Server, name: str, valu
     assert answer["error"]["message"]
 
 
-@pytest.mark.parametrize("field", ["json_schema", "tools", "chat_template_kwargs"])
-def test_what_is_nested_too_deep_is_named(server: Server, field: str) -> None:
-    deep = b'{"items":' * 50_000 + b"1" + b"}" * 50_000
-    body = b'{"messages": [{"role": "user", "content": "x"}], "' + field.encode() + b'": ' + deep
-    status, answer = ask(server, "v1/chat/completions", body + b"}")
+@pytest.mark.parametrize(
+    "path", ["v1/chat/completions", "v1/responses", "v1/messages", "apply-template", "tokenize"]
+)
+@pytest.mark.parametrize("n", [1001, 1_000_000])
+def test_what_is_nested_too_deep_is_refused(server: Server, path: str, n: int) -> None:
+    deep = b'{"items":' * n + b"1" + b"}" * n
+    body = b'{"messages": [{"role": "user", "content": "((((\\"[[[["}], "tools": ' + deep + b"}"
+    status, answer = ask(server, path, body)
     assert status == 400
-    assert f"'{field}' is nested more than 1000 levels deep" in answer["error"]["message"]
+    assert answer["error"]["message"] == "the request is nested more than 1000 levels deep"
+    if path == "v1/chat/completions":
+        text = [{"role": "user", "content": '\\" ' + "[{(" * 2000}]  # brackets of a text are none
+        assert chat(server, text, 1)["usage"]["completion_tokens"] == 1
 
 
 @pytest.mark.parametrize(

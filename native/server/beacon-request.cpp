@@ -3,7 +3,6 @@
 #include "common.h"
 #include "json.h"
 
-#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
@@ -77,28 +76,31 @@ static bool ends_with(const std::string & text, const char * end) {
     return string_ends_with(text, end);
 }
 
-// Parsers of requests, schemas and grammars call themselves for each level.
+// Readers of JSON, schemas and grammars call themselves for each level.
 static constexpr int MAX_DEPTH = 1000;
 
-// levels of brackets, whether in the request itself or in a grammar that is a string in it
-static int depth_of(const std::string & text) {
-    int depth = 0;
-    int most  = 0;
-    for (const char c : text) {
-        depth += c == '[' || c == '{' || c == '(';
-        depth -= depth > 0 && (c == ']' || c == '}' || c == ')');
-        most = std::max(most, depth);
-    }
-    return most;
-}
-
-static void check_depth(const char * name, const std::string & text) {
-    if (depth_of(text) > MAX_DEPTH) {
-        throw std::invalid_argument(string_format("'%s' is nested more than %d levels deep", name, MAX_DEPTH));
+// Levels of brackets. Those in JSON's strings are text.
+static void check_depth(const char * what, const std::string & text, bool is_json) {
+    int  depth     = 0;
+    bool is_string = false;
+    for (size_t i = 0; i < text.size(); ++i) {
+        const char c = text[i];
+        if (is_json && c == '"') {
+            is_string = !is_string;
+        } else if (is_string) {
+            i += c == '\\';  // what follows is no end
+        } else if (c == '[' || c == '{' || c == '(') {
+            if (++depth > MAX_DEPTH) {
+                throw std::invalid_argument(string_format("%s is nested more than %d levels deep", what, MAX_DEPTH));
+            }
+        } else if (c == ']' || c == '}' || c == ')') {
+            --depth;
+        }
     }
 }
 
 void beacon_check_request(const std::string & path, const std::string & body) {
+    check_depth("the request", body, true);
     if (!ends_with(path, "/completions") && !ends_with(path, "/completion") && !ends_with(path, "/messages")) {
         return;
     }
@@ -110,12 +112,6 @@ void beacon_check_request(const std::string & path, const std::string & body) {
     }
     if (!request.is_object()) {
         return;
-    }
-    for (const char * name : { "grammar", "json_schema", "response_format", "tools", "chat_template_kwargs" }) {
-        if (request.contains(name)) {
-            const auto & value = request.at(name);
-            check_depth(name, value.is_string() ? value.get<std::string>() : value.dump());
-        }
     }
     const auto given = [&](const char * name) {
         return request.contains(name) && !request.at(name).is_null();
@@ -142,6 +138,9 @@ void beacon_check_request(const std::string & path, const std::string & body) {
                                                       kinds_to_string(field.kinds).c_str(),
                                                       request.at(field.name).dump().substr(0, 100).c_str()));
         }
+    }
+    if (given("grammar")) {
+        check_depth("'grammar'", request.at("grammar").get<std::string>(), false);
     }
 }
 
