@@ -141,6 +141,13 @@ def enabled(ctx: Any) -> bool:
     return lib.beacon_enabled(context(ctx))
 
 
+def device_fused(device: str) -> bool:
+    """Whether ggml's device of this name has the fused operators for common shapes."""
+    result = ffi.new("bool *")
+    check(lib.beacon_device_fused(device.encode(), result))
+    return bool(result[0])
+
+
 def get_params(ctx: Any) -> dict[str, Any]:
     """Parameters of the context's budget by name."""
     result = ffi.new("struct beacon_params *")

@@ -26,6 +26,8 @@ class KVStats:
         Sequences that the context was made for.
     n_layer : int
         Layers that live in the budget (without one: that have a full-attention cache).
+    n_fused : int
+        Of these, compacted by fused operators; the others by graphs of ggml's own operators.
     n_logical : int
         Tokens that the sequence has seen and not removed.
     n_held : int
@@ -48,6 +50,8 @@ class KVStats:
         Sliding-window and recurrent caches of the same model; the budget leaves them alone.
     bytes_host : int
         Positions and what is carried along per layer, KV head and cell, in host memory.
+    bytes_scratch : int
+        The backends' buffers for the largest graph of a compaction; decoding uses them too.
     bytes_full : int
         K and V of the same layers in a cache of `n_ctx_seq` cells.
     us_compact, us_score, us_select, us_move : int
@@ -62,6 +66,7 @@ class KVStats:
     n_ctx_seq: int
     n_seq_max: int
     n_layer: int
+    n_fused: int
     n_logical: int
     n_held: int
     n_evicted: int
@@ -75,6 +80,7 @@ class KVStats:
     bytes_allocated: int
     bytes_other: int
     bytes_host: int
+    bytes_scratch: int
     bytes_full: int
     us_compact: int
     us_score: int

@@ -695,4 +695,4 @@ def test_kept_cells_of_a_real_model_over_ten_compactions(smollm2: Model, kind: s
                 for a, b in zip(c["keep"], expected):
                     differ += np.setdiff1d(a, b).size
                     total += b.size
-    assert differ <= 2e-3 * total  # copies of a token are alike up to rounding
+    assert differ <= 3e-3 * total  # copies of a token are alike up to rounding

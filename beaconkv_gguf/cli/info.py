@@ -1,6 +1,8 @@
 """``beaconkv-gguf info``."""
 
 import ctypes
+import os
+from typing import Any
 
 import llama_cpp
 from rich.console import Console
@@ -22,6 +24,7 @@ def info() -> None:
             ("llama.cpp", f"of llama-cpp-python {llama_cpp.__version__}"),
             ("backends", ", ".join(_backends())),
             ("devices", "\n".join(_devices())),
+            ("operators", "\n".join(_operators())),
             ("system", llama_cpp.llama_print_system_info().decode().strip()),
             ("libraries", str(_library.library_dir())),
             ("default model", str(cached or f"not fetched yet, goes to {cache_dir()}")),
@@ -42,10 +45,28 @@ def _backends() -> list[str]:
     return [name(get(i)).decode() for i in range(count)]
 
 
+def _device_handles() -> list[Any]:
+    get = _library.function("ggml", "ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
+    count = _library.function("ggml", "ggml_backend_dev_count", ctypes.c_size_t)()
+    return [get(i) for i in range(count)]
+
+
+def _device_name(device: Any) -> str:
+    name = _library.function("ggml-base", "ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
+    return name(device).decode()
+
+
+def _operators() -> list[str]:
+    """How each device compacts: by fused operators, or by graphs of ggml's own operators."""
+    is_off = os.environ.get("BEACONKV_FUSED") == "0"
+    how = {True: "fused", False: "composed"}
+    names = [_device_name(device) for device in _device_handles()]
+    result = [f"{name}: {how[_native.device_fused(name) and not is_off]}" for name in names]
+    return [*result, "BEACONKV_FUSED=0 switches them off"] if is_off else result
+
+
 def _devices() -> list[str]:
     """Name, description and memory of each device."""
-    get = _library.function("ggml", "ggml_backend_dev_get", ctypes.c_void_p, ctypes.c_size_t)
-    name = _library.function("ggml-base", "ggml_backend_dev_name", ctypes.c_char_p, ctypes.c_void_p)
     description = _library.function(
         "ggml-base", "ggml_backend_dev_description", ctypes.c_char_p, ctypes.c_void_p
     )
@@ -54,11 +75,10 @@ def _devices() -> list[str]:
         "ggml-base", "ggml_backend_dev_memory", None, ctypes.c_void_p, size_p, size_p
     )
     result = []
-    for i in range(_library.function("ggml", "ggml_backend_dev_count", ctypes.c_size_t)()):
-        device = get(i)
+    for device in _device_handles():
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         memory(device, ctypes.byref(free), ctypes.byref(total))
         result.append(
-            f"{name(device).decode()}: {description(device).decode()}, {total.value / MIB:,.0f} MiB"
+            f"{_device_name(device)}: {description(device).decode()}, {total.value / MIB:,.0f} MiB"
         )
     return result

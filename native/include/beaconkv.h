@@ -70,6 +70,7 @@ struct beacon_stats {
     uint32_t n_ctx_seq;        // logical context per sequence, tokens
     uint32_t n_seq_max;        // sequences that the context was made for
     uint32_t n_layer;          // layers that live in the budget (without one: that have a full-attention cache)
+    uint32_t n_fused;          // of these, compacted by fused operators; the others by graphs of ggml's own
     uint64_t n_logical;        // tokens that the sequence has seen and not removed
     uint64_t n_held;           // cells in use per layer
     uint64_t n_evicted;        // n_logical - n_held
@@ -83,6 +84,7 @@ struct beacon_stats {
     uint64_t bytes_allocated;  // what ggml's buffers of these four really take, padding included
     uint64_t bytes_other;      // SWA and recurrent caches of the same model: the budget leaves them alone
     uint64_t bytes_host;       // positions and what is carried along per layer, KV head and cell, in host memory
+    uint64_t bytes_scratch;    // the backends' buffers for the largest graph of a compaction; decoding uses them too
     uint64_t bytes_full;       // K and V of the same layers in a cache of n_ctx_seq cells
     int64_t  us_compact;       // microseconds in compactions, and of these:
     int64_t  us_score;         //   track, probe, importance, restated
@@ -121,6 +123,10 @@ BEACON_API int beacon_get_params(const struct llama_context * ctx, struct beacon
 
 // Works without a budget too: then it tells the bytes of the cache.
 BEACON_API int beacon_get_stats(const struct llama_context * ctx, int32_t seq_id, struct beacon_stats * stats);
+
+// Whether ggml's device of this name ("CPU", "CUDA0") has the fused operators for common shapes. A context tells what it
+// uses: beacon_stats.n_fused. *fused is set if BEACON_OK is returned.
+BEACON_API int beacon_device_fused(const char * device, bool * fused);
 
 // Model layers that live in the budget, ascending. *n: in, capacity of il; out, how many there are.
 BEACON_API int beacon_get_layers(const struct llama_context * ctx, int32_t * il, size_t * n);

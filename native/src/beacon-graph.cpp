@@ -1,5 +1,6 @@
 #include "beacon-graph.h"
 
+#include "../ggml/beacon-ops.h"
 #include "beacon-policy.h"
 #include "beaconkv.h"
 #include "llama-context.h"
@@ -98,10 +99,13 @@ struct score_builder {
 
     llm_graph_input_beacon_data * inp;
 
+    const bool trace;  // keep q_pre, probes, k, k_pre and v readable
+
     score_builder(const beacon_plan &           plan,
                   llama_context *               lctx,
                   llm_graph_result *            res,
-                  llm_graph_input_beacon_data * inp) :
+                  llm_graph_input_beacon_data * inp,
+                  bool                          trace) :
         plan(plan),
         params(*plan.params),
         cparams(lctx->get_cparams()),
@@ -109,7 +113,8 @@ struct score_builder {
         hparams(model.hparams),
         ctx(res->get_ctx()),
         gf(res->get_gf()),
-        inp(inp) {}
+        inp(inp),
+        trace(trace) {}
 
     ggml_tensor * track_rows  = nullptr;          // I32 [n_track]
     ggml_tensor * track_back  = nullptr;          // I32 [n_track] positions, negative: undoes the rotation
@@ -128,11 +133,26 @@ struct score_builder {
     std::map<int64_t, ggml_tensor *> kv_rows;     // by n_head_kv: I32 [n*n_head_kv]
     std::map<int64_t, ggml_tensor *> masks;       // by heads of a group: F32 [n, n_beacon + n_recent*n_group]
 
+    // of the fused operators
+    ggml_tensor * cells      = nullptr;             // I32 [n]
+    ggml_tensor * track_meta = nullptr;             // I32 [n_track, 2] rows, positions
+
+    std::map<int64_t, ggml_tensor *> witness_rows;  // by n_head_kv: I32 [n_newer*n_head_kv] rows of the cache
+    std::map<int64_t, ggml_tensor *> metas;  // by heads of a group: I32 [n + n_beacon + n_recent*n_group + n_newer]
+    std::map<int, ggml_tensor *>     turns;  // by layer.turns: F32 [n_rot, ..]
+
     int64_t n() const { return plan.n(); }
 
     bool has(beacon_part part) const { return plan.parts & part; }
 
     int64_t n_newer() const { return plan.newer.size(); }
+
+    // what a rotation scales by (YaRN's magnitude, see rope_yarn in ggml)
+    float rope_magnitude(int il) const {
+        return cparams.yarn_attn_factor * (cparams.yarn_ext_factor != 0.0f ?
+                                               1.0f + 0.1f * logf(1.0f / model.get_rope_freq_scale(cparams, il)) :
+                                               1.0f);
+    }
 
     // rotation by a position, with the arguments of llama_kv_cache::build_rope_shift
     ggml_tensor * rope(ggml_tensor * x, ggml_tensor * pos, bool undo, int il) {
@@ -145,10 +165,7 @@ struct score_builder {
         const float freq_scale  = model.get_rope_freq_scale(cparams, il);
         float       attn_factor = cparams.yarn_attn_factor;
         if (undo) {
-            // the rotation also scales (YaRN's magnitude, see rope_yarn in ggml): its inverse has to scale back
-            const float mscale =
-                attn_factor * (cparams.yarn_ext_factor != 0.0f ? 1.0f + 0.1f * logf(1.0f / freq_scale) : 1.0f);
-            attn_factor /= mscale * mscale;
+            attn_factor /= rope_magnitude(il) * rope_magnitude(il);  // the inverse has to scale back
         }
 
         return ggml_rope_ext(ctx, x, pos, model.get_rope_factors(cparams, il), hparams.n_rot(il),
@@ -306,6 +323,111 @@ struct score_builder {
         output(out.twin, twin);
     }
 
+    // turns of a layer's rotation, and how to read them
+    ggml_tensor * get_turns(const beacon_layer & layer, ggml_beacon_rope & rope) {
+        rope = {};
+        if (layer.turns < 0) {
+            return nullptr;
+        }
+        rope.n_rot   = hparams.n_rot(layer.il);
+        rope.pairs   = hparams.rope_type == LLAMA_ROPE_TYPE_NORM ? GGML_BEACON_PAIRS_NORMAL : GGML_BEACON_PAIRS_NEOX;
+        rope.unscale = 1.0f / rope_magnitude(layer.il);
+
+        ggml_tensor *& t = turns[layer.turns];
+        if (!t) {
+            const auto & table = (*plan.turns)[layer.turns];
+            t                  = inp->add(ctx, GGML_TYPE_F32, rope.n_rot, table.size() / rope.n_rot, table);
+        }
+        return t;
+    }
+
+    // the same as track(), in place
+    beacons track_fused(const beacon_layer & layer, const beacons & old) {
+        ggml_beacon_rope rope;
+        ggml_tensor *    t = get_turns(layer, rope);
+        ggml_tensor *    q = stream_view_2d(ctx, layer.q, plan.stream, layer.q->ne[0], layer.q->ne[1]);
+
+        beacons cur = old;
+        cur.mean    = ggml_beacon_track(ctx, old.mean, old.count, old.norm, q, track_meta, t, &rope);
+        ggml_build_forward_expand(gf, cur.mean);  // before anything reads count and norm
+        return cur;
+    }
+
+    // keys with the rotation undone and values of plan.newer, unit vectors, [n_embd_head_k + n_embd_head_v, n_newer,
+    // n_head_kv]
+    ggml_tensor * get_witnesses(uint32_t i) {
+        const auto &  layer = (*plan.layers)[i];
+        const int64_t d     = layer.n_embd_head_k;
+        const int64_t e     = layer.n_embd_head_v;
+        const int64_t h     = layer.n_head_kv;
+
+        std::vector<int32_t> back;
+        for (int64_t head = 0; head < h; ++head) {
+            for (const int32_t j : plan.newer) {
+                back.push_back(-plan.pos[i][head * n() + j]);
+            }
+        }
+        const int64_t n_rows = back.size();
+        ggml_tensor * rows   = witness_rows.at(h);
+        ggml_tensor * k = ggml_get_rows(ctx, stream_view_2d(ctx, layer.k, plan.stream, d, h * layer.k->ne[1]), rows);
+        ggml_tensor * v = ggml_get_rows(ctx, stream_view_2d(ctx, layer.v, plan.stream, e, h * layer.v->ne[1]), rows);
+        if (inp->k_rot) {
+            k = llama_mul_mat_hadamard(ctx, k, inp->k_rot);
+        }
+        k = rope(ggml_reshape_3d(ctx, k, d, 1, n_rows), inp->add(ctx, GGML_TYPE_I32, n_rows, 1, back), true, layer.il);
+        k = ggml_l2_norm(ctx, ggml_reshape_2d(ctx, k, d, n_rows), 1e-12f);
+
+        ggml_tensor * unit = ggml_concat(ctx, k, ggml_l2_norm(ctx, v, 1e-12f), 0);
+        return ggml_reshape_3d(ctx, unit, d + e, n_newer(), h);
+    }
+
+    // the same as attend() and restated()
+    void score_fused(uint32_t i, ggml_tensor * probes, ggml_tensor * count, beacon_scores & out) {
+        const auto &  layer = (*plan.layers)[i];
+        const int64_t h     = layer.n_head_kv;
+
+        const auto cache_view = [&](ggml_tensor * t, int64_t ne0) {
+            return ggml_view_3d(ctx, t, ne0, h, t->ne[1], ggml_row_size(t->type, ne0), t->nb[1],
+                                plan.stream * t->nb[2]);
+        };
+        ggml_tensor * witnesses = has(BEACON_PART_RESTATED) ? get_witnesses(i) : nullptr;
+
+        ggml_beacon_score_params op = {};
+
+        ggml_tensor * t = get_turns(layer, op.rope);
+
+        op.n_beacon   = has(BEACON_PART_BEACONS) ? params.n_beacon : 0;
+        op.n_sink     = params.n_sink;
+        op.boundary   = plan.boundary;
+        op.n_hadamard = inp->k_rot ? inp->k_rot->ne[0] : 0;
+        op.scale      = layer.kq_scale;
+        op.softcap    = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+
+        ggml_tensor * k   = cache_view(layer.k, layer.n_embd_head_k);
+        ggml_tensor * v   = cache_view(layer.v, layer.n_embd_head_v);
+        ggml_tensor * pos = inp->add(ctx, GGML_TYPE_I32, n(), h, plan.pos[i]);
+        ggml_tensor * score =
+            ggml_beacon_score(ctx, k, v, probes, witnesses, cells, metas.at(layer.n_head / h), pos, t, count, &op);
+        ggml_set_output(score);
+
+        const auto part = [&](int64_t row) {
+            ggml_tensor * view = ggml_view_1d(ctx, score, n() * h, row * score->nb[1]);
+            ggml_build_forward_expand(gf, view);
+            return view;
+        };
+        if (has(BEACON_PART_BEACONS)) {
+            out.beacon = part(0);
+        }
+        if (has(BEACON_PART_RECENT)) {
+            out.recent = part(1);
+        }
+        if (has(BEACON_PART_RESTATED)) {
+            out.restated   = part(2);
+            out.twin       = part(3);
+            out.twin->type = GGML_TYPE_I32;
+        }
+    }
+
     // R-KV's redundancy: the mean cosine of each cell's key to those of the others, where of those alike each one leaves
     // out the newest, [n, 1, n_head_kv]
     ggml_tensor * redundancy(ggml_tensor * k) {
@@ -416,8 +538,15 @@ struct score_builder {
         return ggml_reshape_3d(ctx, rope(x, back, true, (*plan.layers)[i].il), k->ne[0], n(), k->ne[2]);
     }
 
+    // whether a layer's rows are gathered
+    bool composes(const beacon_layer & layer) const {
+        return !layer.fused || trace || has(BEACON_PART_REDUNDANCY) || has(BEACON_PART_EXPECTED);
+    }
+
     void build_inputs();
-    void build_layer(uint32_t i, bool trace, beacon_scores & out);
+    void build_inputs_fused(const beacon_layer & layer);
+    void build_inputs_composed(const beacon_layer & layer);
+    void build_layer(uint32_t i, beacon_scores & out);
 
     std::vector<ggml_tensor *> commits;  // copies of new centroids into place, last in the graph
 
@@ -463,16 +592,6 @@ void score_builder::build_inputs() {
         future = inp->add(ctx, GGML_TYPE_I32, N_FUTURE, 1, pos);
     }
 
-    if (has(BEACON_PART_RESTATED)) {
-        std::vector<float> mask(n_newer() * n(), 0.0f);
-        for (int64_t i = 0; i < n(); ++i) {
-            for (int64_t j = 0; j < n_newer(); ++j) {
-                mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -10 * MAX_SCALE;
-            }
-        }
-        mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
-    }
-
     if (has(BEACON_PART_REDUNDANCY)) {
         std::vector<float> first(n(), 0.0f);
         first[0] = 0.5f;
@@ -493,63 +612,116 @@ void score_builder::build_inputs() {
     }
 
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
-        const auto &  layer   = (*plan.layers)[i];
-        const int64_t h       = layer.n_head_kv;
-        const int64_t n_group = layer.n_head / layer.n_head_kv;
-
-        if (kv_rows.count(h) == 0) {
-            std::vector<int32_t> rows;
-            std::vector<int32_t> rows_newer;
-            for (int64_t head = 0; head < h; ++head) {
-                for (const int32_t cell : plan.cells) {
-                    rows.push_back(cell * h + head);
-                }
-                for (const int32_t i_newer : plan.newer) {
-                    rows_newer.push_back(head * n() + i_newer);
-                }
-            }
-            kv_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
-            if (has(BEACON_PART_RESTATED)) {
-                newer_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows_newer.size(), 1, rows_newer);
-            }
-        }
-
-        const int64_t d = layer.n_embd_head_k + layer.n_embd_head_v;
-        if (has(BEACON_PART_RESTATED) && unscale.count(d) == 0) {
-            unscale[d] = inp->add(ctx, GGML_TYPE_F32, d, 1, std::vector<float>(d, 1.0f / MAX_SCALE));
-        }
-
+        const auto & layer = (*plan.layers)[i];
         if (has(BEACON_PART_EXPECTED) && eyes.count(layer.n_embd_head_k) == 0) {
             eyes[layer.n_embd_head_k] = eye_of(layer.n_embd_head_k);
         }
-
-        if (masks.count(n_group) == 0) {
-            const int64_t      n_recent = has(BEACON_PART_RECENT) ? plan.recent_pos.size() : 0;
-            std::vector<float> data(n() * (m + n_recent * n_group), 0.0f);
-            for (int64_t j = 0; j < m + n_recent * n_group; ++j) {
-                const int32_t pos = j < m ? plan.now : plan.recent_pos[(j - m) % n_recent];
-                for (int64_t c = 0; c < n(); ++c) {
-                    const int32_t p = plan.table_pos[c];
-                    if (p < (int32_t) params.n_sink || (p >= plan.boundary && p > pos)) {
-                        data[j * n() + c] = -INFINITY;
-                    }
-                }
-            }
-            masks[n_group] = inp->add(ctx, GGML_TYPE_F32, n(), m + n_recent * n_group, data);
+        if (layer.fused) {
+            build_inputs_fused(layer);
+        }
+        if (composes(layer)) {
+            build_inputs_composed(layer);
         }
     }
-
     inp->k_rot = plan.kv->build_input_k_rot(ctx);
 }
 
-void score_builder::build_layer(uint32_t i, bool trace, beacon_scores & out) {
+void score_builder::build_inputs_fused(const beacon_layer & layer) {
+    const int64_t h       = layer.n_head_kv;
+    const int64_t n_group = layer.n_head / h;
+
+    if (!cells) {
+        cells = inp->add(ctx, GGML_TYPE_I32, n(), 1, plan.cells);
+
+        auto data = plan.track_rows;
+        data.insert(data.end(), plan.track_pos.begin(), plan.track_pos.end());
+        track_meta = inp->add(ctx, GGML_TYPE_I32, plan.track_rows.size(), 2, data);
+    }
+    if (has(BEACON_PART_RESTATED) && witness_rows.count(h) == 0) {
+        std::vector<int32_t> rows;
+        for (int64_t head = 0; head < h; ++head) {
+            for (const int32_t j : plan.newer) {
+                rows.push_back(plan.cells[j] * h + head);
+            }
+        }
+        witness_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
+    }
+    if (metas.count(n_group) == 0) {
+        auto data = plan.table_pos;
+        data.insert(data.end(), has(BEACON_PART_BEACONS) ? params.n_beacon : 0, plan.now);
+        for (int64_t head = 0; has(BEACON_PART_RECENT) && head < n_group; ++head) {
+            data.insert(data.end(), plan.recent_pos.begin(), plan.recent_pos.end());
+        }
+        if (has(BEACON_PART_RESTATED)) {
+            data.insert(data.end(), plan.newer.begin(), plan.newer.end());
+        }
+        metas[n_group] = inp->add(ctx, GGML_TYPE_I32, data.size(), 1, data);
+    }
+}
+
+void score_builder::build_inputs_composed(const beacon_layer & layer) {
+    const int64_t h       = layer.n_head_kv;
+    const int64_t n_group = layer.n_head / h;
+
+    if (kv_rows.count(h) == 0) {
+        std::vector<int32_t> rows;
+        std::vector<int32_t> rows_newer;
+        for (int64_t head = 0; head < h; ++head) {
+            for (const int32_t cell : plan.cells) {
+                rows.push_back(cell * h + head);
+            }
+            for (const int32_t i_newer : plan.newer) {
+                rows_newer.push_back(head * n() + i_newer);
+            }
+        }
+        kv_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
+        if (has(BEACON_PART_RESTATED)) {
+            newer_rows[h] = inp->add(ctx, GGML_TYPE_I32, rows_newer.size(), 1, rows_newer);
+        }
+    }
+    if (layer.fused) {
+        return;  // its rows are wanted, for a trace or for what has no operator
+    }
+
+    if (has(BEACON_PART_RESTATED) && !mask_newer) {
+        std::vector<float> mask(n_newer() * n(), 0.0f);
+        for (int64_t i = 0; i < n(); ++i) {
+            for (int64_t j = 0; j < n_newer(); ++j) {
+                mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -10 * MAX_SCALE;
+            }
+        }
+        mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
+    }
+    const int64_t d = layer.n_embd_head_k + layer.n_embd_head_v;
+    if (has(BEACON_PART_RESTATED) && unscale.count(d) == 0) {
+        unscale[d] = inp->add(ctx, GGML_TYPE_F32, d, 1, std::vector<float>(d, 1.0f / MAX_SCALE));
+    }
+    if (masks.count(n_group) == 0) {
+        const int64_t      m        = has(BEACON_PART_BEACONS) ? params.n_beacon : 0;
+        const int64_t      n_recent = has(BEACON_PART_RECENT) ? plan.recent_pos.size() : 0;
+        std::vector<float> data(n() * (m + n_recent * n_group), 0.0f);
+        for (int64_t j = 0; j < m + n_recent * n_group; ++j) {
+            const int32_t pos = j < m ? plan.now : plan.recent_pos[(j - m) % n_recent];
+            for (int64_t c = 0; c < n(); ++c) {
+                const int32_t p = plan.table_pos[c];
+                if (p < (int32_t) params.n_sink || (p >= plan.boundary && p > pos)) {
+                    data[j * n() + c] = -INFINITY;
+                }
+            }
+        }
+        masks[n_group] = inp->add(ctx, GGML_TYPE_F32, n(), m + n_recent * n_group, data);
+    }
+}
+
+void score_builder::build_layer(uint32_t i, beacon_scores & out) {
     const auto & layer = (*plan.layers)[i];
 
     const int     il = layer.il;
     const int64_t d  = layer.n_embd_head_k;
 
-    ggml_tensor * q_pre = nullptr;
-    if (!plan.track_rows.empty() && (plan.init_only || plan.track || trace)) {
+    ggml_tensor * q_pre   = nullptr;
+    const bool    has_use = has(BEACON_PART_EXPECTED) ? plan.track : plan.track && !layer.fused;
+    if (!plan.track_rows.empty() && (plan.init_only || has_use || trace)) {
         q_pre = rope(get_queries(layer, track_rows), track_back, true, il);
         if (plan.init_only || trace) {
             output(out.q_pre, q_pre);
@@ -559,8 +731,8 @@ void score_builder::build_layer(uint32_t i, bool trace, beacon_scores & out) {
         return;
     }
 
-    ggml_tensor * k = rows_of(layer, layer.k, d);
-    ggml_tensor * v = rows_of(layer, layer.v, layer.n_embd_head_v);
+    ggml_tensor * k = composes(layer) ? rows_of(layer, layer.k, d) : nullptr;
+    ggml_tensor * v = composes(layer) ? rows_of(layer, layer.v, layer.n_embd_head_v) : nullptr;
     if (trace) {
         output(out.k, k);
         output(out.v, v);
@@ -571,7 +743,9 @@ void score_builder::build_layer(uint32_t i, bool trace, beacon_scores & out) {
     const int64_t m      = has(BEACON_PART_BEACONS) ? params.n_beacon : 0;
     if (m > 0) {
         cur = { beacon_view(layer.mean), beacon_view(layer.count), beacon_view(layer.norm) };
-        if (plan.track && q_pre) {
+        if (plan.track && !plan.track_rows.empty() && layer.fused) {
+            cur = track_fused(layer, cur);
+        } else if (plan.track && q_pre) {
             const beacons old = cur;
 
             cur = track(layer, old, pool_group(layer, q_pre, false));
@@ -592,20 +766,25 @@ void score_builder::build_layer(uint32_t i, bool trace, beacon_scores & out) {
         if (trace) {
             output(out.probes, probes);
         }
-        if (m > 0) {
+        if (m > 0 && !layer.fused) {
             output(out.beacon, attend(layer, k, probes, 0, m, plan.mask_empty ? cur.count : nullptr));
         }
-        if (recent_rows) {
+        if (recent_rows && !layer.fused) {
             output(out.recent, attend(layer, k, probes, m, probes->ne[1], nullptr));
         }
     }
 
-    if (has(BEACON_PART_RESTATED)) {
+    if (has(BEACON_PART_RESTATED) && composes(layer)) {
         ggml_tensor * k_pre = undo_rotation(k, i);
         if (trace) {
             output(out.k_pre, k_pre);
         }
-        restated(k_pre, v, out);
+        if (!layer.fused) {
+            restated(k_pre, v, out);
+        }
+    }
+    if (layer.fused && (probes || has(BEACON_PART_RESTATED))) {
+        score_fused(i, probes, plan.mask_empty ? cur.count : nullptr, out);
     }
     if (has(BEACON_PART_REDUNDANCY)) {
         output(out.redundancy, redundancy(k));
@@ -637,12 +816,12 @@ ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
                                        std::vector<beacon_scores> & scores) {
     auto inp = std::make_unique<llm_graph_input_beacon_data>(plan.kv);
 
-    score_builder b(plan, lctx, res, inp.get());
+    score_builder b(plan, lctx, res, inp.get(), trace);
     b.build_inputs();
 
     scores.assign(plan.layers->size(), {});
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
-        b.build_layer(i, trace, scores[i]);
+        b.build_layer(i, scores[i]);
     }
     // a graph that stops half-way leaves the centroids as they were
     for (auto * commit : b.commits) {
@@ -683,10 +862,6 @@ static size_t row_bytes_v(const beacon_layer & layer) {
     return ggml_row_size(layer.v->type, layer.n_embd_head_v);
 }
 
-bool beacon_can_move_in_graph(const beacon_layer & layer) {
-    return row_bytes_k(layer) % 4 == 0 && row_bytes_v(layer) % 4 == 0;
-}
-
 // the rows of one head and cell as 32-bit words, so that every type moves unchanged: I32 [row_bytes/4, n_rows]
 static ggml_tensor * word_rows(ggml_context * ctx,
                                ggml_tensor *  t,
@@ -716,38 +891,92 @@ static uint32_t n_in_place(const beacon_plan & plan) {
     return n;
 }
 
+// Whether the fused operator moves the layer's rows. Cells in the order of their positions are in ascending order too,
+// unless some were removed and their places taken again.
+static bool moves_fused(const beacon_plan & plan, uint32_t i) {
+    const auto & layer = (*plan.layers)[i];
+    return layer.fused && std::is_sorted(plan.cells.begin(), plan.cells.end());
+}
+
+static bool moves_composed(const beacon_plan & plan, uint32_t i) {
+    const auto & layer = (*plan.layers)[i];
+    return !moves_fused(plan, i) && row_bytes_k(layer) % 4 == 0 && row_bytes_v(layer) % 4 == 0;
+}
+
+bool beacon_moves_in_graph(const beacon_plan & plan, uint32_t i) {
+    return moves_fused(plan, i) || moves_composed(plan, i);
+}
+
+// layers from i on, up to i1, that one fused operator can move
+static uint32_t n_moved_at_once(const beacon_plan & plan, uint32_t i) {
+    const auto & first = (*plan.layers)[i];
+
+    uint32_t n = 1;
+    while (2 * (n + 1) <= GGML_BEACON_MAX_MOVED && i + n < plan.i1) {
+        const auto & layer = (*plan.layers)[i + n];
+        if (!moves_fused(plan, i + n) || layer.n_head_kv != first.n_head_kv ||
+            ggml_backend_buffer_get_type(layer.k->buffer) != ggml_backend_buffer_get_type(first.k->buffer)) {
+            break;
+        }
+        ++n;
+    }
+    return n;
+}
+
 ggml_cgraph * beacon_build_graph_move(const beacon_plan & plan, llm_graph_result * res) {
     auto * ctx = res->get_ctx();
     auto * gf  = res->get_gf();
 
     auto inp = std::make_unique<llm_graph_input_beacon_data>(plan.kv);
 
-    const uint32_t first = n_in_place(plan);
+    const uint32_t first  = n_in_place(plan);
+    const int64_t  n_move = plan.n_keep - first;
 
-    for (uint32_t i = plan.i0; i < plan.i1; ++i) {
-        const auto & layer = (*plan.layers)[i];
-        if (!beacon_can_move_in_graph(layer)) {
-            continue;
-        }
+    uint32_t n_layer = 1;
+    for (uint32_t i = plan.i0; i < plan.i1; i += n_layer) {
+        const auto &  layer = (*plan.layers)[i];
+        const int64_t h     = layer.n_head_kv;
 
-        const int64_t h = layer.n_head_kv;
+        n_layer = 1;
+        if (moves_fused(plan, i)) {
+            n_layer = n_moved_at_once(plan, i);
 
-        std::vector<int32_t> rows;  // kept rows by cell, then head: the layout of the cache
-        for (uint32_t j = first; j < plan.n_keep; ++j) {
-            for (int64_t head = 0; head < h; ++head) {
-                rows.push_back(plan.cells[plan.keep[i][head][j]] * h + head);
+            std::vector<int32_t>       index;
+            std::vector<ggml_tensor *> caches;
+            for (uint32_t l = i; l < i + n_layer; ++l) {
+                for (const auto & keep : plan.keep[l]) {
+                    for (uint32_t j = first; j < plan.n_keep; ++j) {
+                        index.push_back(plan.cells[keep[j]]);
+                    }
+                }
+                const auto & other = (*plan.layers)[l];
+                for (ggml_tensor * t : { other.k, other.v }) {
+                    const int64_t ne0 = t == other.k ? other.n_embd_head_k : other.n_embd_head_v;
+                    caches.push_back(ggml_view_3d(ctx, t, ne0, h, t->ne[1], ggml_row_size(t->type, ne0), t->nb[1],
+                                                  plan.stream * t->nb[2]));
+                }
             }
-        }
-        ggml_tensor * src = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
+            ggml_tensor * src =
+                ggml_reshape_3d(ctx, inp->add(ctx, GGML_TYPE_I32, n_move, h * n_layer, index), n_move, h, n_layer);
+            ggml_build_forward_expand(gf, ggml_beacon_move(ctx, caches.data(), caches.size(), src, first));
+        } else if (moves_composed(plan, i)) {
+            std::vector<int32_t> rows;  // kept rows by cell, then head: the layout of the cache
+            for (uint32_t j = first; j < plan.n_keep; ++j) {
+                for (int64_t head = 0; head < h; ++head) {
+                    rows.push_back(plan.cells[plan.keep[i][head][j]] * h + head);
+                }
+            }
+            ggml_tensor * src = inp->add(ctx, GGML_TYPE_I32, rows.size(), 1, rows);
 
-        for (ggml_tensor * t : { layer.k, layer.v }) {
-            const size_t size = t == layer.k ? row_bytes_k(layer) : row_bytes_v(layer);
+            for (ggml_tensor * t : { layer.k, layer.v }) {
+                const size_t size = t == layer.k ? row_bytes_k(layer) : row_bytes_v(layer);
 
-            ggml_tensor * all  = word_rows(ctx, t, plan.stream, size, 0, h * t->ne[1]);
-            ggml_tensor * dst  = word_rows(ctx, t, plan.stream, size, first * h, rows.size());
-            ggml_tensor * kept = ggml_get_rows(ctx, all, src);  // complete before a row is overwritten
+                ggml_tensor * all  = word_rows(ctx, t, plan.stream, size, 0, h * t->ne[1]);
+                ggml_tensor * dst  = word_rows(ctx, t, plan.stream, size, first * h, rows.size());
+                ggml_tensor * kept = ggml_get_rows(ctx, all, src);  // complete before a row is overwritten
 
-            ggml_build_forward_expand(gf, ggml_cpy(ctx, kept, dst));
+                ggml_build_forward_expand(gf, ggml_cpy(ctx, kept, dst));
+            }
         }
     }
 

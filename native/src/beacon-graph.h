@@ -9,10 +9,11 @@ struct beacon_params;
 struct llama_context;
 class llama_kv_cache;
 
-// The two graphs of a compaction, composed of ggml's own operators so that they run on every backend:
+// The two graphs of a compaction:
 //   score: track, probe, importance, restated -> what a policy's score is made of, a few floats per cell and KV head
 //   move:  kept rows of K and V to the front, bytes as they are
-// They are the reference for kernels that fuse their steps, which would replace these two functions.
+// Composed of ggml's own operators they run on every backend, and are the reference for the fused ones of beacon-ops.h,
+// which take their place in the layers that are chosen (beacon-fused.cpp).
 
 struct beacon_layer {
     int32_t  il;
@@ -40,6 +41,8 @@ struct beacon_layer {
     }
 
     bool  stored   = false;  // the decode graph stores this layer's queries
+    bool  fused    = false;  // the operators of beacon-ops.h do it
+    int   turns    = -1;     // its table among those of beacon_plan, -1: nothing is rotated
     float kq_scale = 1.0f;
 };
 
@@ -71,6 +74,8 @@ struct beacon_plan {
     std::vector<int32_t> track_pos;
     std::vector<int32_t> recent_rows;
     std::vector<int32_t> recent_pos;
+
+    const std::vector<std::vector<float>> * turns = nullptr;  // tables of the fused operators, see beacon-ops.h
 
     bool init_only  = false;  // compute q_pre and nothing else: the first centroids are made of it on the host
     bool mask_empty = false;  // some centroids may be without a query: they don't vote
@@ -111,9 +116,10 @@ ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
                                        bool                         trace,
                                        std::vector<beacon_scores> & scores);
 
-// layers whose rows are no multiple of 4 bytes are left out: beacon_move_host does them
+// layers that beacon_moves_in_graph is false of are left out: beacon_move_host does them
 ggml_cgraph * beacon_build_graph_move(const beacon_plan & plan, llm_graph_result * res);
 
-bool beacon_can_move_in_graph(const beacon_layer & layer);
+// false: the composed graph moves 32-bit words, and the layer's rows are no multiple of that
+bool beacon_moves_in_graph(const beacon_plan & plan, uint32_t i);
 
 void beacon_move_host(const beacon_plan & plan, uint32_t i);

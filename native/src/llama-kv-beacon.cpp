@@ -1,6 +1,7 @@
 #include "llama-kv-beacon.h"
 
 #include "beacon-api.h"
+#include "beacon-run.h"
 #include "llama-context.h"
 #include "llama-impl.h"
 #include "llama-kv-cache-iswa.h"
@@ -599,45 +600,6 @@ int32_t llama_kv_beacon::pos_true(uint32_t s, const beacon_layer & layer, uint32
     return pos >= st.boundary ? pos : st.pos[layer.pos_offs + (size_t) head * params.budget + cell];
 }
 
-namespace {
-
-// results of a graph on the scheduler of the context, as llama_kv_cache::update computes the K-shift
-struct graph_run {
-    llama_context &    lctx;
-    llm_graph_result * res;
-
-    explicit graph_run(llama_context & lctx) : lctx(lctx), res(lctx.get_gf_res_reserve()) {
-        ggml_backend_sched_reset(lctx.get_sched());
-        ggml_backend_sched_set_eval_callback(lctx.get_sched(), nullptr, nullptr);
-        res->reset();
-    }
-
-    // GGML_STATUS_ALLOC_FAILED: nothing was computed
-    ggml_status compute(ggml_cgraph * gf, const char * what) {
-        ggml_status status = GGML_STATUS_ALLOC_FAILED;
-        if (ggml_backend_sched_alloc_graph(lctx.get_sched(), gf)) {
-            res->set_inputs(nullptr);
-
-            status = lctx.graph_compute(gf, true);
-            ggml_backend_sched_synchronize(lctx.get_sched());
-        }
-        if (status != GGML_STATUS_SUCCESS) {
-            beacon_fail("the %s graph of a compaction failed: %s", what, ggml_status_to_string(status));
-        }
-        return status;
-    }
-};
-
-std::vector<float> read_f32(const ggml_tensor * t) {
-    std::vector<float> data(t ? ggml_nelements(t) : 0);
-    if (t) {
-        ggml_backend_tensor_get(t, data.data(), 0, ggml_nbytes(t));
-    }
-    return data;
-}
-
-}  // namespace
-
 bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     auto & st    = streams[s];
     auto & cells = kv->v_cells[s];
@@ -652,6 +614,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     plan.layers = &layers;
     plan.parts  = policy.parts;
     plan.stream = s;
+    plan.turns  = &turns;
 
     list_cells(s, plan.cells);
     for (const int32_t cell : plan.cells) {
@@ -701,6 +664,10 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         trace.clear();
     }
 
+    for (const auto & pos : plan.pos) {
+        extend_turns(lctx, *std::max_element(pos.begin(), pos.end()) + 1);
+    }
+
     const int64_t t0 = ggml_time_us();
 
     // a score graph that stops half-way has folded the sample into some of the centroids
@@ -726,13 +693,13 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
         if (is_first) {
             plan.init_only = true;
 
-            graph_run run(lctx);
+            beacon_graph_run run(lctx);
             status = run.compute(beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores), "score");
             if (status != GGML_STATUS_SUCCESS) {
                 return undo();
             }
             for (uint32_t i = plan.i0; i < plan.i1; ++i) {
-                init_beacons(s, layers[i], read_f32(scores[i].q_pre), plan.track_rows.size());
+                init_beacons(s, layers[i], beacon_read_f32(scores[i].q_pre), plan.track_rows.size());
             }
         }
         plan.init_only  = false;
@@ -743,7 +710,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
             trace_before(plan);
         }
 
-        graph_run run(lctx);
+        beacon_graph_run run(lctx);
 
         auto * gf = beacon_build_graph_score(plan, run.res, &lctx, trace_on, scores);
         status    = ggml_graph_n_nodes(gf) > 0 ? run.compute(gf, "score") : GGML_STATUS_SUCCESS;
@@ -772,7 +739,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
     for (plan.i0 = 0; status == GGML_STATUS_SUCCESS && plan.i0 < layers.size(); plan.i0 = plan.i1) {
         plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
 
-        graph_run run(lctx);
+        beacon_graph_run run(lctx);
 
         auto * gf = beacon_build_graph_move(plan, run.res);
         if (ggml_graph_n_nodes(gf) > 0) {
@@ -780,7 +747,7 @@ bool llama_kv_beacon::compact_stream(llama_context & lctx, uint32_t s) {
             is_intact = is_intact && status == GGML_STATUS_ALLOC_FAILED;
         }
         for (uint32_t i = plan.i0; status == GGML_STATUS_SUCCESS && i < plan.i1; ++i) {
-            if (!beacon_can_move_in_graph(layers[i])) {
+            if (!beacon_moves_in_graph(plan, i)) {
                 beacon_move_host(plan, i);
                 is_intact = false;
             }
@@ -874,10 +841,10 @@ void llama_kv_beacon::select(beacon_plan & plan, uint32_t i, const beacon_scores
     const auto &   layer = layers[i];
     const uint32_t n     = plan.n();
 
-    const auto beacon     = read_f32(scores.beacon);
-    const auto recent     = read_f32(scores.recent);
-    const auto redundancy = read_f32(scores.redundancy);
-    const auto expected   = read_f32(scores.expected);
+    const auto beacon     = beacon_read_f32(scores.beacon);
+    const auto recent     = beacon_read_f32(scores.recent);
+    const auto redundancy = beacon_read_f32(scores.redundancy);
+    const auto expected   = beacon_read_f32(scores.expected);
 
     load_carried(plan, i);
     if (trace_on) {
@@ -974,7 +941,7 @@ void llama_kv_beacon::update_carried(beacon_plan & plan, uint32_t i, const beaco
     auto & twin    = plan.twin[i];
 
     if (policy.parts & BEACON_PART_RESTATED) {
-        const auto likeness = read_f32(scores.restated);
+        const auto likeness = beacon_read_f32(scores.restated);
 
         std::vector<int32_t> newer(likeness.size());
         ggml_backend_tensor_get(scores.twin, newer.data(), 0, ggml_nbytes(scores.twin));
@@ -988,7 +955,7 @@ void llama_kv_beacon::update_carried(beacon_plan & plan, uint32_t i, const beaco
         }
     }
     if (policy.parts & BEACON_PART_SUM) {
-        const auto attention = read_f32(scores.recent);
+        const auto attention = beacon_read_f32(scores.recent);
         for (size_t j = 0; j < attention.size(); ++j) {
             carried[j] += std::isnan(attention[j]) ? 0.0f : attention[j];
         }
@@ -1082,6 +1049,8 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
     if (lctx.get_model().hparams.no_alloc) {
         return;
     }
+    extend_turns(lctx, lctx.n_ctx_seq());
+    choose_fused(lctx);
 
     // a full cache and full query rows
     beacon_plan plan;
@@ -1090,6 +1059,7 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
     plan.layers     = &layers;
     plan.parts      = policy.parts;
     plan.stream     = 0;
+    plan.turns      = &turns;
     plan.now        = params.budget;
     plan.boundary   = 0;
     plan.n_prefix   = 0;
@@ -1121,12 +1091,19 @@ void llama_kv_beacon::reserve(llama_context & lctx) {
         plan.i1 = std::min<uint32_t>(plan.i0 + n_per_graph, layers.size());
 
         for (const bool is_score : { true, false }) {
-            graph_run run(lctx);
-
-            std::vector<beacon_scores> scores;
-
-            auto * gf = is_score ? beacon_build_graph_score(plan, run.res, &lctx, false, scores) :
-                                   beacon_build_graph_move(plan, run.res);
+            const auto build = [&](beacon_graph_run & run) {
+                std::vector<beacon_scores> scores;
+                return is_score ? beacon_build_graph_score(plan, run.res, &lctx, false, scores) :
+                                  beacon_build_graph_move(plan, run.res);
+            };
+            {
+                beacon_graph_run    run(lctx);
+                std::vector<size_t> sizes(ggml_backend_sched_get_n_backends(lctx.get_sched()));
+                ggml_backend_sched_reserve_size(lctx.get_sched(), build(run), sizes.data());
+                bytes_scratch = std::max<uint64_t>(bytes_scratch, std::accumulate(sizes.begin(), sizes.end(), 0ull));
+            }
+            beacon_graph_run run(lctx);
+            auto *           gf = build(run);
             if (ggml_graph_n_nodes(gf) > 0 && !ggml_backend_sched_reserve(lctx.get_sched(), gf)) {
                 throw std::runtime_error(
                     beacon_fail("not enough memory for the %s graph of a compaction", is_score ? "score" : "move"));
@@ -1244,11 +1221,13 @@ void llama_kv_beacon::get_stats(llama_seq_id seq_id, beacon_stats & stats) const
             stats.bytes_beacon += ggml_nbytes(tensor);
         }
     }
-    stats.budget     = params.budget;
-    stats.us_score   = us_score;
-    stats.us_select  = us_select;
-    stats.us_move    = us_move;
-    stats.us_compact = us_score + us_select + us_move;
+    stats.n_fused = std::count_if(layers.begin(), layers.end(), [](const beacon_layer & layer) { return layer.fused; });
+    stats.budget  = params.budget;
+    stats.bytes_scratch = bytes_scratch;
+    stats.us_score      = us_score;
+    stats.us_select     = us_select;
+    stats.us_move       = us_move;
+    stats.us_compact    = us_score + us_select + us_move;
 }
 
 //
@@ -1354,11 +1333,11 @@ void llama_kv_beacon::trace_before(const beacon_plan & plan) {
 void llama_kv_beacon::trace_after(const beacon_plan & plan, uint32_t i, const beacon_scores & scores) {
     const auto & layer = layers[i];
 
-    keep_trace(layer.il, "q_pre", read_f32(scores.q_pre));
-    keep_trace(layer.il, "probes", read_f32(scores.probes));
-    keep_trace(layer.il, "k_f32", read_f32(scores.k));
-    keep_trace(layer.il, "v_f32", read_f32(scores.v));
-    keep_trace(layer.il, "k_pre", read_f32(scores.k_pre));
+    keep_trace(layer.il, "q_pre", beacon_read_f32(scores.q_pre));
+    keep_trace(layer.il, "probes", beacon_read_f32(scores.probes));
+    keep_trace(layer.il, "k_f32", beacon_read_f32(scores.k));
+    keep_trace(layer.il, "v_f32", beacon_read_f32(scores.v));
+    keep_trace(layer.il, "k_pre", beacon_read_f32(scores.k_pre));
     keep_trace(layer.il, "centroids", read_beacons(layer.mean, plan.stream));
     keep_trace(layer.il, "counts", read_beacons(layer.count, plan.stream));
     keep_trace(layer.il, "norms", read_beacons(layer.norm, plan.stream));

@@ -116,6 +116,9 @@ class llama_kv_beacon {
     // what decode shall return after a compaction; 0: it went well
     int get_failure() const;
 
+    // whether a device has the fused operators for layers like this one
+    static bool supports_fused(ggml_backend_dev_t dev, const beacon_layer & layer);
+
     //
     // public C API (beaconkv.h)
     //
@@ -181,12 +184,19 @@ class llama_kv_beacon {
     std::vector<beacon_layer> layers;
     std::vector<stream_state> streams;
 
-    size_t pos_stride = 0;  // int32 per stream in stream_state::pos
+    size_t pos_stride = 0;                  // int32 per stream in stream_state::pos
+
+    bool has_chosen = false;                // which layers are fused
+
+    std::vector<std::vector<float>> turns;  // see beacon_plan
+    uint32_t                        n_turned = 0;
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> ctxs_bufs;
 
     ggml_status status     = GGML_STATUS_SUCCESS;  // of the last compaction's graphs
     bool        has_failed = false;
+
+    uint64_t bytes_scratch = 0;
 
     int64_t us_score  = 0;
     int64_t us_select = 0;
@@ -216,6 +226,14 @@ class llama_kv_beacon {
     int32_t pos_true(uint32_t s, const beacon_layer & layer, uint32_t head, uint32_t cell) const;
 
     bool compact_stream(llama_context & lctx, uint32_t s);
+
+    // layers whose backend has the fused operators, and where they agree with the composed graph (beacon-fused.cpp).
+    // BEACONKV_FUSED=0: none; require: all, or it throws
+    void choose_fused(llama_context & lctx);
+    bool check_fused(llama_context & lctx, uint32_t i);
+
+    // let the turns reach to n_pos positions
+    void extend_turns(const llama_context & lctx, uint32_t n_pos);
 
     // centroids of a stream, of all layers
     std::vector<uint8_t> read_history(uint32_t s) const;
