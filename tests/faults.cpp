@@ -1,5 +1,7 @@
-// Preloaded before ggml: makes its n-th next call of a function fail, as a full device or a lost one would.
+// Preloaded before ggml: makes its n-th next call of a function fail, as a full device or a lost one would; or makes an
+// operator compute something else, as one with a fault would.
 
+#include "beacon-ops.h"
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 
@@ -53,5 +55,27 @@ bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgraph * gr
 ggml_status ggml_backend_sched_graph_compute_async(ggml_backend_sched_t sched, ggml_cgraph * graph) {
     return fails("compute") ? GGML_STATUS_FAILED :
                               next<decltype(ggml_backend_sched_graph_compute_async)>(__func__)(sched, graph);
+}
+
+ggml_tensor * ggml_beacon_score(ggml_context *                   ctx,
+                                ggml_tensor *                    k,
+                                ggml_tensor *                    v,
+                                ggml_tensor *                    probes,
+                                ggml_tensor *                    witnesses,
+                                ggml_tensor *                    cells,
+                                ggml_tensor *                    meta,
+                                ggml_tensor *                    pos,
+                                ggml_tensor *                    turns,
+                                ggml_tensor *                    count,
+                                const ggml_beacon_score_params * params) {
+    ggml_beacon_score_params other = *params;
+    other.scale *= strcmp(g_name, "wrong_score") == 0 ? 1.5f : 1.0f;
+    return next<decltype(ggml_beacon_score)>(__func__)(ctx, k, v, probes, witnesses, cells, meta, pos, turns, count,
+                                                       &other);
+}
+
+ggml_tensor * ggml_beacon_move(ggml_context * ctx, ggml_tensor ** caches, int n, ggml_tensor * index, int first) {
+    const int n_moved = strcmp(g_name, "wrong_move") == 0 ? n / 2 : n;  // values stay where they are
+    return next<decltype(ggml_beacon_move)>(__func__)(ctx, caches, n_moved, index, first);
 }
 }

@@ -27,6 +27,7 @@ TESTS = {
     "address": [
         "test_semantics.py",
         "test_parity.py",
+        "test_fused.py",
         "test_reuse.py",
         "test_state.py",
         "test_machine.py",

@@ -139,7 +139,7 @@ class Replies:
             yield {"choices": [{"delta": delta}]}
 
     def kv_stats(self) -> KVStats:
-        return KVStats(*[0] * 22)
+        return KVStats(*[0] * 24)
 
     def save_state_file(self, path: Path) -> None:
         path.touch()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from operators import NATIVE, source_tree
 
 from beaconkv_gguf import _library
 from native import child_environment
@@ -28,12 +29,9 @@ HERE = Path(__file__).parent
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled faults.cpp."""
     library = tmp_path_factory.mktemp("faults") / "libfaults.so"
-    headers = [HERE.parent / "build", Path(_library.library_path("llama")).resolve().parents[2]]
-    include = next(
-        path.parent for root in headers for path in root.glob("**/ggml/include/ggml-backend.h")
-    )
-    command = ["c++", "-shared", "-fPIC", f"-I{include}", str(HERE / "faults.cpp"), "-o"]
-    subprocess.run([*command, str(library), "-ldl"], check=True)
+    include = source_tree() / "ggml" / "include"
+    command = ["c++", "-shared", "-fPIC", f"-I{include}", f"-I{NATIVE}", str(HERE / "faults.cpp")]
+    subprocess.run([*command, "-o", str(library), "-ldl"], check=True)
     return library
 
 
@@ -233,3 +231,30 @@ def test_a_budget_beyond_the_memory_is_an_error(tiny_path: Callable[[str], Path]
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("operator", ["wrong_score", "wrong_move"])
+def test_an_operator_that_computes_something_else_is_not_used(
+    operator: str, run: Callable[..., str]
+) -> None:
+    run(
+        f"""
+import os
+from native import log
+arm("{operator}")
+os.environ["BEACONKV_FUSED"] = "require"
+try:
+    context()
+except RuntimeError as error:
+    assert "only 0 of 2 layers" in str(error), error
+else:
+    raise AssertionError("required, and not there")
+del os.environ["BEACONKV_FUSED"]
+with log() as lines:
+    wrong = full()
+assert wrong.stats()["n_fused"] == 0
+assert any("fused operators disagree" in line for line in lines), lines
+os.environ["BEACONKV_FUSED"] = "0"
+assert_same_future(wrong, full())
+"""
+    )

@@ -99,8 +99,16 @@ def trace_run(model: Model, spec: tiny_models.TinyModel, kind: str) -> Run:
     return run
 
 
+@pytest.fixture(scope="module", params=["composed", "fused"], autouse=True)
+def operators(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compactions by ggml's own operators, then by ours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BEACONKV_FUSED", {"composed": "0", "fused": "require"}[request.param])
+        yield
+
+
 @pytest.fixture(scope="module")
-def run(tiny: Callable[[str], Model]) -> Callable[[str, str], Run]:
+def run(tiny: Callable[[str], Model], operators: None) -> Callable[[str, str], Run]:
     """The run of a model with a cache type, made once."""
     runs: dict[tuple[str, str], Run] = {}
 
