@@ -337,6 +337,8 @@ def test_a_section_that_is_signed_again_loads(tiny: Tiny) -> None:
         lambda s: s.used.__setitem__(5, 1 << 30),
         lambda s: s.twin.__setitem__(7, CELLS),
         lambda s: s.rows.__setitem__(0, 0),
+        lambda s: s.rows.__setitem__(1, 1_000_000_000),
+        lambda s: s.rows.__setitem__(-1, 100_000),
         lambda s: s.numbers.update(n_pin=0x7FFFFFFF),
         lambda s: s.numbers.update(boundary=0x7FFFFFFF),
         lambda s: s.numbers.update(boundary=-1),

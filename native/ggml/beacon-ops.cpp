@@ -68,13 +68,14 @@ ggml_tensor * ggml_beacon_score(ggml_context *                   ctx,
 
     GGML_ASSERT(v->ne[1] == h && v->ne[2] == k->ne[2]);
     GGML_ASSERT(params->n_hadamard == 0 || d % params->n_hadamard == 0);
+    GGML_ASSERT(params->n_beacon <= p);
     check_i32(cells, n);
     check_i32(meta, n + p + w);
     check_i32(pos, n * h);
     check_rope(params->rope, turns, d);
     if (probes) {
         GGML_ASSERT(probes->type == GGML_TYPE_F32 && ggml_is_contiguous(probes));
-        GGML_ASSERT(probes->ne[0] == d && probes->ne[2] == h && params->n_beacon <= p);
+        GGML_ASSERT(probes->ne[0] == d && probes->ne[2] == h);
     }
     if (witnesses) {
         GGML_ASSERT(witnesses->type == GGML_TYPE_F32 && ggml_is_contiguous(witnesses));

@@ -101,6 +101,8 @@ struct score_builder {
 
     const bool trace;  // keep q_pre, probes, k, k_pre and v readable
 
+    llama_context & lctx;
+
     score_builder(const beacon_plan &           plan,
                   llama_context *               lctx,
                   llm_graph_result *            res,
@@ -114,7 +116,8 @@ struct score_builder {
         ctx(res->get_ctx()),
         gf(res->get_gf()),
         inp(inp),
-        trace(trace) {}
+        trace(trace),
+        lctx(*lctx) {}
 
     ggml_tensor * track_rows  = nullptr;          // I32 [n_track]
     ggml_tensor * track_back  = nullptr;          // I32 [n_track] positions, negative: undoes the rotation
@@ -381,6 +384,22 @@ struct score_builder {
         return ggml_reshape_3d(ctx, unit, d + e, n_newer(), h);
     }
 
+    // Compute t where a cache is. The scheduler knows that of what is written into a cache, but not of what reads it: it
+    // would rather copy the cache.
+    void pin(ggml_tensor * t, const ggml_tensor * cache) {
+        const auto sched = lctx.get_sched();
+        const auto buft  = ggml_backend_buffer_get_type(cache->buffer);
+        const auto dev   = ggml_backend_buft_get_device(buft);
+        for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+            const auto backend = ggml_backend_sched_get_backend(sched, i);
+            const bool is_cpu = ggml_backend_dev_type(ggml_backend_get_device(backend)) == GGML_BACKEND_DEVICE_TYPE_CPU;
+            if (dev ? ggml_backend_get_device(backend) == dev : is_cpu) {
+                ggml_backend_sched_set_tensor_backend(sched, t, backend);
+                return;
+            }
+        }
+    }
+
     // the same as attend() and restated()
     void score_fused(uint32_t i, ggml_tensor * probes, ggml_tensor * count, beacon_scores & out) {
         const auto &  layer = (*plan.layers)[i];
@@ -409,6 +428,7 @@ struct score_builder {
         ggml_tensor * score =
             ggml_beacon_score(ctx, k, v, probes, witnesses, cells, metas.at(layer.n_head / h), pos, t, count, &op);
         ggml_set_output(score);
+        pin(score, layer.k);
 
         const auto part = [&](int64_t row) {
             ggml_tensor * view = ggml_view_1d(ctx, score, n() * h, row * score->nb[1]);
@@ -823,7 +843,7 @@ ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
     for (uint32_t i = plan.i0; i < plan.i1; ++i) {
         b.build_layer(i, scores[i]);
     }
-    // a graph that stops half-way leaves the centroids as they were
+    // (the fused operator has tracked in place: who runs a graph that stops half-way puts the centroids back)
     for (auto * commit : b.commits) {
         ggml_build_forward_expand(b.gf, commit);
     }
@@ -898,9 +918,10 @@ static bool moves_fused(const beacon_plan & plan, uint32_t i) {
     return layer.fused && std::is_sorted(plan.cells.begin(), plan.cells.end());
 }
 
+// (not where the fused operator is, which the memory was reserved for)
 static bool moves_composed(const beacon_plan & plan, uint32_t i) {
     const auto & layer = (*plan.layers)[i];
-    return !moves_fused(plan, i) && row_bytes_k(layer) % 4 == 0 && row_bytes_v(layer) % 4 == 0;
+    return !layer.fused && row_bytes_k(layer) % 4 == 0 && row_bytes_v(layer) % 4 == 0;
 }
 
 bool beacon_moves_in_graph(const beacon_plan & plan, uint32_t i) {

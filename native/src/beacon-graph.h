@@ -119,7 +119,7 @@ ggml_cgraph * beacon_build_graph_score(const beacon_plan &          plan,
 // layers that beacon_moves_in_graph is false of are left out: beacon_move_host does them
 ggml_cgraph * beacon_build_graph_move(const beacon_plan & plan, llm_graph_result * res);
 
-// false: the composed graph moves 32-bit words, and the layer's rows are no multiple of that
+// false: the rows of a composed layer are no 32-bit words, or the cells of a fused one are out of order
 bool beacon_moves_in_graph(const beacon_plan & plan, uint32_t i);
 
 void beacon_move_host(const beacon_plan & plan, uint32_t i);

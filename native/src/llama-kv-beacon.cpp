@@ -470,8 +470,16 @@ const char * llama_kv_beacon::find_contradiction(uint32_t s) const {
     if (table.get_used() > params.budget) {
         return "more cells than the budget";
     }
-    if (kv->hparams.n_pos_per_embd() > 1) {
-        return nullptr;  // patches of an image share a position
+    const bool      has_images = kv->hparams.n_pos_per_embd() > 1;  // their patches share a position
+    const llama_pos pos_max    = table.seq_pos_max(s);
+
+    for (const bool is_recent : { false, true }) {
+        std::vector<int32_t> rows;
+        std::vector<int32_t> pos;
+        st.rows.list(is_recent, rows, pos);
+        if (!pos.empty() && pos.back() > pos_max) {
+            return "a query of a token that is not there";
+        }
     }
 
     std::vector<int32_t> cells;
@@ -490,6 +498,12 @@ const char * llama_kv_beacon::find_contradiction(uint32_t s) const {
 
                 if (!table.seq_has(cell, s)) {
                     return "a cell of another sequence";
+                }
+                if (pos < 0 || pos > pos_max) {
+                    return "a position outside of the sequence";
+                }
+                if (has_images) {
+                    continue;
                 }
                 if (pos <= last) {
                     return "a head holds a position twice, or out of order";

@@ -230,7 +230,9 @@ class llama_kv_beacon {
     // layers whose backend has the fused operators, and where they agree with the composed graph (beacon-fused.cpp).
     // BEACONKV_FUSED=0: none; require: all, or it throws
     void choose_fused(llama_context & lctx);
-    bool check_fused(llama_context & lctx, uint32_t i);
+
+    // what is wrong with them in layer i, or nullptr
+    const char * check_fused(llama_context & lctx, uint32_t i);
 
     // let the turns reach to n_pos positions
     void extend_turns(const llama_context & lctx, uint32_t n_pos);

@@ -66,8 +66,9 @@ inline const vec & at(const float * x) {
     return *(const vec *) x;
 }
 
+// a where b is no number
 inline vec larger(vec a, vec b) {
-    return a > b ? a : b;
+    return b > a ? b : a;
 }
 
 constexpr float NONE = -1e30f;    // logit of a cell that a probe does not see
@@ -92,7 +93,7 @@ inline void multiply(const float * a, const float * b, int n, float * out, int l
     }
 }
 
-// e^x for x <= 0; Cephes' polynomial
+// e^x for x <= 0, and of what is no number that; Cephes' polynomial
 inline vec exp_neg(vec x) {
     x            = larger(x, vec{} - 87.0f);
     const ivec n = to_int(x * 1.44269504f - 0.5f);  // towards 0, so to the nearest
@@ -394,7 +395,7 @@ struct worker {
                     float * row = products + c * p_pad;
                     for (int q = 0; q < p_pad; q += LANES) {
                         const vec x = at(row + q) - at(max + q);
-                        at(row + q) = at(share + q) * exp_neg(x < 0.0f ? x : vec{});
+                        at(row + q) = at(share + q) * exp_neg(x > 0.0f ? vec{} : x);
                     }
                     float beacons = 0.0f;
                     float others  = 0.0f;

@@ -147,7 +147,7 @@ struct rotation {
 static constexpr int TILE  = 64;
 static constexpr int SLICE = 32;
 
-typedef float slice[SLICE][TILE + 4];  // rows are columns here; padded against conflicts of banks
+typedef float slice[SLICE][TILE + 4];  // rows are columns here, read as float4; padded against conflicts of banks
 
 // numbers i0.. of 64 rows of n: get(row, i)
 template <typename F> static __device__ __forceinline__ void fill(slice & s, int i0, int n, const F & get) {
@@ -238,10 +238,10 @@ struct track_args {
 
 // grid: 64 queries, heads
 static __global__ void __launch_bounds__(N_THREADS) track_label(const track_args args) {
-    __shared__ slice        a, b;
-    const __shared__ half * query[TILE];
-    __shared__ int          pos[TILE];
-    __shared__ float        scale[TILE];  // 1 / length of a centroid
+    alignas(16) __shared__ slice a, b;
+    const __shared__ half *      query[TILE];
+    __shared__ int               pos[TILE];
+    __shared__ float             scale[TILE];  // 1 / length of a centroid
 
     ggml_cuda_pdl_sync();
 
@@ -507,8 +507,8 @@ static __device__ __forceinline__ void logits(const score_args & args,
 
 // grid: tiles, heads
 static __global__ void __launch_bounds__(N_THREADS) score_partial(const score_args args) {
-    __shared__ slice      a, b;
-    __shared__ score_tile tile;
+    alignas(16) __shared__ slice a, b;
+    __shared__ score_tile        tile;
 
     ggml_cuda_pdl_sync();
 
@@ -575,8 +575,8 @@ static __global__ void __launch_bounds__(WARP_SIZE) score_total(const score_args
 
 // grid: tiles, heads
 static __global__ void __launch_bounds__(N_THREADS) score_importance(const score_args args) {
-    __shared__ slice      a, b;
-    __shared__ score_tile tile;
+    alignas(16) __shared__ slice a, b;
+    __shared__ score_tile        tile;
 
     ggml_cuda_pdl_sync();
 
@@ -697,7 +697,7 @@ static __global__ void __launch_bounds__(WARP_SIZE) score_unit(const score_args 
 
 // grid: tiles from args.first on, heads
 static __global__ void __launch_bounds__(N_THREADS) score_likeness(const score_args args) {
-    __shared__ slice a, b;
+    alignas(16) __shared__ slice a, b;
 
     ggml_cuda_pdl_sync();
 
