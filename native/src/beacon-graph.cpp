@@ -14,10 +14,8 @@
 #include <map>
 #include <numeric>
 
-// Cosines are compared at this scale, by an argmax or by a softmax, which picks the highest there. Among those within
-// 32*n/scale of it the steps decide: the newest, and one alone. (Both are far above the rounding of a float at the scale.)
+// A softmax of numbers at this scale picks the highest.
 static constexpr float MAX_SCALE = 1e8f;
-static constexpr float MAX_STEP  = 32.0f;
 
 // R-KV: keys from this cosine on are alike
 static constexpr float ALIKE = 0.5f;
@@ -131,7 +129,7 @@ struct score_builder {
     ggml_tensor * mask_newer  = nullptr;          // F32 [n_newer, n]
 
     std::map<int64_t, ggml_tensor *> eyes;        // by n_embd_head: F32 [n_embd_head, n_embd_head]
-    std::map<int64_t, ggml_tensor *> unscale;     // by n_embd_head_k + n_embd_head_v, d: F32 [d]
+    std::map<int64_t, ggml_tensor *> halves;      // by n_embd_head_k + n_embd_head_v, d: F32 [d] 0.5
     std::map<int64_t, ggml_tensor *> newer_rows;  // by n_head_kv: I32 [n_newer*n_head_kv]
     std::map<int64_t, ggml_tensor *> kv_rows;     // by n_head_kv: I32 [n*n_head_kv]
     std::map<int64_t, ggml_tensor *> masks;       // by heads of a group: F32 [n, n_beacon + n_recent*n_group]
@@ -305,8 +303,8 @@ struct score_builder {
     }
 
     // highest likeness of each cell to the newer ones that plan.newer lists, and which of these it was: both
-    // [1, n, n_head_kv], an older one and no likeness where none is newer. The likeness is the mean of two cosines, of the keys with the rotation
-    // undone and of the values: what is said again has both alike, wherever it stood.
+    // [1, n, n_head_kv], an older one and no likeness where none is newer. The likeness is the mean of two cosines, of
+    // the keys with the rotation undone and of the values: what is said again has both alike, wherever it stood.
     void restated(ggml_tensor * k_pre, ggml_tensor * v, beacon_scores & out) {
         const int64_t d = k_pre->ne[0] + v->ne[0];
         const int64_t h = v->ne[2];
@@ -315,14 +313,16 @@ struct score_builder {
         ggml_tensor * unit =
             ggml_concat(ctx, ggml_l2_norm(ctx, k_pre, 1e-12f), ggml_l2_norm(ctx, v, 1e-12f), 0);  // [d, n, n_head_kv]
         ggml_tensor * newer = ggml_get_rows(ctx, ggml_reshape_2d(ctx, unit, d, n() * h), newer_rows.at(h));
-        newer               = ggml_reshape_3d(ctx, ggml_scale(ctx, newer, 0.5f * MAX_SCALE), d, n_newer(), h);
+        newer               = ggml_reshape_3d(ctx, newer, d, n_newer(), h);
 
-        ggml_tensor * rank = ggml_add(ctx, ggml_mul_mat(ctx, newer, unit), mask_newer);  // [n_newer, n, n_head_kv]
+        ggml_tensor * both = ggml_mul_mat(ctx, newer, unit);
+        ggml_prec_set_acc(both, GGML_PREC_F32);
+        ggml_tensor * rank = ggml_add(ctx, both, mask_newer);  // [n_newer, n, n_head_kv]
         ggml_tensor * twin = ggml_argmax(ctx, ggml_reshape_2d(ctx, rank, n_newer(), n() * h));
         ggml_tensor * best = ggml_get_rows(ctx, newer, ggml_reshape_2d(ctx, twin, n(), h));
 
         // a product with a constant row: sum_rows has one thread on the CPU
-        output(out.restated, ggml_mul_mat(ctx, unscale.at(d), ggml_mul(ctx, best, unit)));
+        output(out.restated, ggml_mul_mat(ctx, halves.at(d), ggml_mul(ctx, best, unit)));
         output(out.twin, twin);
     }
 
@@ -707,14 +707,14 @@ void score_builder::build_inputs_composed(const beacon_layer & layer) {
         std::vector<float> mask(n_newer() * n(), 0.0f);
         for (int64_t i = 0; i < n(); ++i) {
             for (int64_t j = 0; j < n_newer(); ++j) {
-                mask[i * n_newer() + j] = plan.newer[j] > i ? j * MAX_STEP : -10 * MAX_SCALE;
+                mask[i * n_newer() + j] = plan.newer[j] > i ? j * 2 * GGML_BEACON_STEP : -10.0f;
             }
         }
         mask_newer = inp->add(ctx, GGML_TYPE_F32, n_newer(), n(), mask);
     }
     const int64_t d = layer.n_embd_head_k + layer.n_embd_head_v;
-    if (has(BEACON_PART_RESTATED) && unscale.count(d) == 0) {
-        unscale[d] = inp->add(ctx, GGML_TYPE_F32, d, 1, std::vector<float>(d, 1.0f / MAX_SCALE));
+    if (has(BEACON_PART_RESTATED) && halves.count(d) == 0) {
+        halves[d] = inp->add(ctx, GGML_TYPE_F32, d, 1, std::vector<float>(d, 0.5f));
     }
     if (masks.count(n_group) == 0) {
         const int64_t      m        = has(BEACON_PART_BEACONS) ? params.n_beacon : 0;

@@ -13,11 +13,18 @@
 
 namespace {
 
-constexpr int TILE = 12;  // cells
+// LANES floats at once: probes or witnesses. A compiler without GNU's vectors gets one. (AVX-512's were no faster.)
+#if !defined(__GNUC__)
+constexpr int LANES = 1;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
 
-// LANES floats at once: probes or witnesses. A compiler without GNU's vectors gets one.
+constexpr int TILE = 6;  // cells: two vectors of sums each, which is what there are registers for
+
 #if defined(__GNUC__)
-constexpr int   LANES = 16;
 typedef float   vec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
 
@@ -29,7 +36,6 @@ inline vec to_float(ivec x) {
     return __builtin_convertvector(x, vec);
 }
 #else
-constexpr int   LANES = 1;
 typedef float   vec;
 typedef int32_t ivec;
 
