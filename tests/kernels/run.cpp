@@ -6,7 +6,8 @@
 // cpu: ggml's CPU backend; cuda-emulated, metal-emulated: the sources of those kernels with a stand-in for their
 // built-ins, see cuda/ and metal/; else a device of ggml by its name, such as CUDA0.
 //
-// case:   i32 op (0 track, 1 score, 2 move), stream, threads, n_params; n_params 32-bit words; i32 n_tensors; tensors
+// case:   i32 op (0 track, 1 score, 2 move, 3 copy), stream, threads, n_params; n_params 32-bit words; i32 n_tensors;
+//         tensors
 // tensor: i32 ggml type, -1: NULL; then i64 ne[4]; the bytes. Of those that a sequence owns a part of, ne[3] is the number of
 //         streams, and the operator gets one.
 // result: i64 size and bytes of the result of a score, or of the tensors that were changed, whole; i64 microseconds
@@ -83,6 +84,8 @@ static ggml_tensor * build(ggml_context *               ctx,
                 }
                 return ggml_beacon_move(ctx, caches.data(), caches.size(), t.at(0), words.at(0));
             }
+        case 3:  // ggml's own, for the bandwidth of a device: nothing is given back
+            return ggml_cpy(ctx, t.at(0), t.at(1));
         default:
             fail("no such operator");
             return nullptr;
