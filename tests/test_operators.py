@@ -17,8 +17,8 @@ from operators import EMULATED, Case, Move, Score, Track
 from beaconkv_gguf import reference as ref
 
 pytestmark = pytest.mark.skipif(
-    sys.platform == "win32" or shutil.which("c++") is None,
-    reason="the kernels are compiled by GCC or Clang",
+    not sys.platform.startswith("linux") or shutil.which("c++") is None,
+    reason="the stand-in for a GPU's threads needs Linux and a C++ compiler",
 )
 
 DEVICES = ("cpu", *EMULATED)
