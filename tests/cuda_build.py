@@ -21,17 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from sanitize import tool
+
 ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = ("beacon_track", "beacon_score", "beacon_move")
-
-
-def tool(name: str) -> str:
-    """Path of a program, of this interpreter's environment first."""
-    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    path = shutil.which(name, path=search)
-    if path is None:
-        sys.exit(f"error: {name} is needed, and was not found")
-    return path
 
 
 def run(*command: str | Path) -> None:
